@@ -1,0 +1,71 @@
+"""The exception tree: every error that page4 raises on purpose.
+
+Each message is one line: what, allowed, got, do this (see `message`). `exit_code` is what the command line returns.
+"""
+
+from __future__ import annotations
+
+
+class Page4Error(Exception):
+    """Base of all page4 errors."""
+
+    exit_code = 3
+
+
+class UsageError(Page4Error):
+    """A flag, an environment value or a sampling parameter is not usable."""
+
+    exit_code = 2
+
+
+class RequestError(UsageError):
+    """One request cannot be served: prompt too long, token id out of range, too many drafts."""
+
+
+class CheckpointError(Page4Error):
+    """A checkpoint folder cannot be read as it stands."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header is malformed or hostile."""
+
+
+class IndexFileError(CheckpointError):
+    """`model.safetensors.index.json` is malformed or disagrees with its shards."""
+
+
+class ShardError(CheckpointError):
+    """A shard is missing, truncated, too long or a pointer file."""
+
+
+class PathEscapeError(CheckpointError):
+    """A file name leads outside the checkpoint."""
+
+
+class TensorError(CheckpointError):
+    """Tensors are missing, unexpected or of the wrong shape."""
+
+
+class ConfigError(Page4Error):
+    """`config.json` describes a model that page4 cannot run."""
+
+
+class ScaleError(Page4Error):
+    """A K/V scale is missing, invalid or belongs to no layer."""
+
+
+class CacheError(Page4Error):
+    """The arena is too small, or a view of it does not have the expected form."""
+
+
+class KernelError(Page4Error):
+    """An operation was called with operands that no kernel accepts."""
+
+
+class EngineError(Page4Error):
+    """The engine cannot go on with a request or at all."""
+
+
+def message(what: str, *, allowed: object, got: object, do: str) -> str:
+    """One line that says what is wrong, what is allowed, what was found and what to do."""
+    return f"{what}: expected {allowed}, got {got}; {do}"
