@@ -1,0 +1,30 @@
+# Each target makes .venv by itself when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint
+
+help:
+	@echo "make demo   set up $(VENV) and run the embedded checkpoint with and without MTP"
+	@echo "make test   set up $(VENV) and run the tests"
+	@echo "make lint   set up $(VENV) and run ruff, mypy and import-linter"
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/page4 demo
+
+test: $(STAMP)
+	$(BIN)/pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
