@@ -1,0 +1,42 @@
+"""Consoles: results on stdout, progress and figures on stderr, quiet where nobody looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def stdout() -> Console:
+    """The console of results; rich honours NO_COLOR and drops colour when stdout is no terminal."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    """The console of progress and figures."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout and nothing else."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[None]:
+    """Show `what` on stderr while the block runs, on a terminal only."""
+    console = stderr()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield

@@ -1,0 +1,109 @@
+"""`page4 generate`: text from prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from page4.cli import console, flags, models, prompts, report
+from page4.cli.flags import OUTPUT, PROMPTS, SAMPLING, Number, option
+
+if TYPE_CHECKING:
+    from page4.engine import LLM, RequestOutput
+
+
+def generate(
+    model: flags.Model,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="One prompt each; - reads standard input.", show_default=False),
+    ] = None,
+    prompt_file: flags.PromptFile = None,
+    prompt_token_ids: Annotated[
+        Path | None,
+        option("--prompt-token-ids", metavar="FILE", help="JSON: a list of token ids, or a list of lists.", panel=PROMPTS),
+    ] = None,
+    chat: Annotated[
+        bool, option("--chat", help="Put each text prompt through the checkpoint's chat template.", panel=PROMPTS)
+    ] = False,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens at most.", panel=SAMPLING, **Number)] = 128,
+    min_tokens: Annotated[int, option("--min-tokens", help="New tokens before a stop counts.", panel=SAMPLING)] = 0,
+    temperature: Annotated[float, option("--temperature", help="0 is greedy.", panel=SAMPLING)] = 0.0,
+    top_p: Annotated[float, option("--top-p", help="Sample from the smallest set with this mass.", panel=SAMPLING)] = 1.0,
+    top_k: Annotated[int, option("--top-k", help="Sample from the k most likely; 0 is all.", panel=SAMPLING)] = 0,
+    min_p: Annotated[
+        float, option("--min-p", help="Drop tokens below this share of the most likely one.", panel=SAMPLING)
+    ] = 0.0,
+    seed: Annotated[int, option("--seed", help="Seed of the sampler.", panel=SAMPLING)] = 0,
+    stop: Annotated[
+        list[str] | None, option("--stop", help="End before this text; may be repeated.", panel=SAMPLING)
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, option("--stop-token-ids", help="End at this token id; may be repeated.", panel=SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[bool, option("--ignore-eos", help="Go on after an end token.", panel=SAMPLING)] = False,
+    n: Annotated[int, option("--n", help="Completions of each prompt.", panel=SAMPLING)] = 1,
+    logprobs: Annotated[
+        int | None, option("--logprobs", help="With --json: log probabilities of the top NUMBER tokens.", panel=SAMPLING)
+    ] = None,
+    dtype: flags.Weights = flags.DType.auto,
+    kv_cache_dtype: flags.KVCache = flags.KVCacheDType.auto,
+    draft_kv_dtype: flags.DraftKV = None,
+    allow_unit_scales: flags.UnitScales = False,
+    speculative_config: flags.Speculative = None,
+    max_model_len: flags.MaxModelLen = None,
+    max_num_batched_tokens: flags.MaxBatched = 2048,
+    max_num_seqs: flags.MaxSeqs = 8,
+    kv_cache_memory_bytes: flags.KVBytes = None,
+    block_size: flags.BlockSize = 16,
+    revision: flags.Revision = None,
+    json: flags.Json = False,
+) -> None:
+    """Generate text from prompts: arguments, files, lists of token ids, or a pipe."""
+    speculative = flags.speculative_config(speculative_config)
+    wanted = prompts.collect(prompt or [], prompt_file or [], prompt_token_ids)
+    folder = models.resolve(model, revision)
+
+    import page4
+
+    params = page4.SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or [],
+        stop_token_ids=stop_token_ids or [],
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        n=n,
+    )
+    with console.spinner(f"loading {model}"):
+        llm = page4.LLM(
+            folder,
+            dtype=dtype.value,
+            kv_cache_dtype=kv_cache_dtype.value,
+            draft_kv_dtype=None if draft_kv_dtype is None else draft_kv_dtype.value,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            block_size=block_size,
+            speculative_config=speculative,
+            allow_unit_scales=allow_unit_scales,
+            seed=seed,
+        )
+    results = llm.generate(wanted, params)
+    metrics = report.metrics_object(llm)
+    if json:
+        console.print_json({"outputs": report.outputs_object(results), "metrics": metrics})
+    else:
+        show(results, metrics)
+
+
+def show(results: list[RequestOutput], metrics: dict[str, Any]) -> None:
+    """Texts on stdout, figures on stderr."""
