@@ -66,6 +66,20 @@ class EngineError(Page4Error):
     """The engine cannot go on with a request or at all."""
 
 
-def message(what: str, *, allowed: object, got: object, do: str) -> str:
-    """One line that says what is wrong, what is allowed, what was found and what to do."""
-    return f"{what}: expected {allowed}, got {got}; {do}"
+_FIELD_CHARACTERS = 2000
+
+
+def message(what: object, *, allowed: object, got: object, do: str) -> str:
+    """One printable line that says what is wrong, what is allowed, what was found and what to do."""
+    return f"{_printable(what)}: expected {_printable(allowed)}, got {_printable(got)}; {_printable(do)}"
+
+
+def _printable(value: object) -> str:
+    """Names come from files and requests: control characters are escaped and a huge one is cut in the middle."""
+    text = str(value)
+    if len(text) > _FIELD_CHARACTERS:
+        half = _FIELD_CHARACTERS // 2
+        text = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
