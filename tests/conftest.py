@@ -50,9 +50,7 @@ def poison(tensor: torch.Tensor, byte: int | None = None) -> torch.Tensor:
     return tensor
 
 
-def poisoned(
-    shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, byte: int | None = None
-) -> torch.Tensor:
+def poisoned(shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, byte: int | None = None) -> torch.Tensor:
     """A new tensor whose bytes are all 0x7F, or PAGE4_POISON, or `byte`."""
     return poison(torch.zeros(shape, dtype=dtype), byte)
 
