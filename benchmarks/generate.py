@@ -36,7 +36,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="shorter prompts and outputs, 1 repeat: only to try the script")
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter prompts and outputs, 1 repeat: only to try the script"
+    )
     parser.add_argument("--only", choices=["prefill", "decode", "together", "memory"], action="append")
     parser.add_argument("--json", action="store_true", help="print the JSON object instead of a table")
     parser.add_argument("--save", metavar="NAME", help="also write benchmarks/results/NAME.json")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,20 @@ def prefill(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) -> 
     """Tokens a second of one long prompt."""
     prompt = prompts.window(ids, sizes.prefill_tokens)
     sides: dict[str, Callable[[], Any]] = {
-        f"page4_k{k}": lambda lane=lane: lane.generate(prompt, 1)  # type: ignore[misc]  # the default binds the loop variable
-        for k, lane in lanes.items()
+        f"page4_k{k}": partial(lane.generate, prompt, 1) for k, lane in lanes.items()
     }
     if peer is not None:
-        sides["transformers"] = lambda: [peer.prefill(prompt)]
+        sides["transformers"] = partial(peer.prefill, prompt)
     timed = in_turn(sides, repeats=sizes.repeats)
     figures = {
         name: {**summary(times), "tokens_per_s": round(len(prompt) / statistics.median(times), 1)}
         for name, (times, _) in timed.items()
     }
-    return {**figures, **compared({name: [value] for name, (_, value) in timed.items()}), **ratios(figures, "tokens_per_s")}
+    return {
+        **figures,
+        **compared({name: [value] for name, (_, value) in timed.items()}),
+        **ratios(figures, "tokens_per_s"),
+    }
 
 
 def decode(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) -> dict[str, Any]:
@@ -86,8 +90,8 @@ def decode(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) -> d
         sides["transformers"] = peer
     actions: dict[str, Callable[[], Any]] = {}
     for name, side in sides.items():
-        actions[f"{name} short"] = lambda side=side: side.generate(prompt, 1)
-        actions[f"{name} long"] = lambda side=side: side.generate(prompt, count + 1)
+        actions[f"{name} short"] = partial(side.generate, prompt, 1)
+        actions[f"{name} long"] = partial(side.generate, prompt, count + 1)
     before = {k: lane.counters() for k, lane in lanes.items()}
     timed = in_turn(actions, repeats=sizes.repeats)
     figures: dict[str, Any] = {}
@@ -107,7 +111,7 @@ def decode(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) -> d
 
 
 def drafts(before: dict[str, Any], after: dict[str, Any], runs: int, count: int) -> dict[str, Any]:
-    """Acceptance over `runs` equal runs of `count` decoded tokens, of which each ran one prefill step of 1 token too."""
+    """Acceptance over `runs` equal runs of `count` decoded tokens (the short runs decode nothing)."""
     accepted = after["accepted"] - before["accepted"]
     drafted = after["drafted"] - before["drafted"]
     windows = runs * count - accepted
@@ -126,11 +130,10 @@ def together(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) ->
     batch = prompts.windows(ids, sizes.together_prompt_tokens, sizes.together_requests)
     count = sizes.together_tokens
     sides: dict[str, Callable[[], Any]] = {
-        f"page4_k{k}": lambda lane=lane: lane.generate_all(batch, count)  # type: ignore[misc]  # as in prefill
-        for k, lane in lanes.items()
+        f"page4_k{k}": partial(lane.generate_all, batch, count) for k, lane in lanes.items()
     }
     if peer is not None:
-        sides["transformers"] = lambda: peer.generate_each(batch, count)
+        sides["transformers"] = partial(peer.generate_each, batch, count)
     # The peer takes half a minute a round: the machine's noise is small beside that.
     timed = in_turn(sides, repeats=min(sizes.repeats, 3))
     figures = {
@@ -159,7 +162,10 @@ def compared(texts: dict[str, list[list[int]]]) -> dict[str, Any]:
     for name in names[1:]:
         for number, (ours, theirs) in enumerate(zip(texts[names[0]], texts[name], strict=True)):
             if ours != theirs:
-                place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+                place = next(
+                    (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                    min(len(ours), len(theirs)),
+                )
                 differences.append({"sides": [names[0], name], "request": number, "first_token": place})
     return {"tokens_equal": not differences, **({"differences": differences} if differences else {})}
 

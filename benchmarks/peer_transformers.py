@@ -23,10 +23,10 @@ class Peer:
         self.model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
-    def prefill(self, ids: list[int]) -> int:
-        """One forward over the prompt that fills a cache; the greedy next token."""
+    def prefill(self, ids: list[int]) -> list[int]:
+        """One forward over the prompt that fills a cache; the greedy next token, alone in a list."""
         output = self.model(input_ids=torch.tensor([ids]), use_cache=True, logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
+        return [int(output.logits[0, -1].argmax())]
 
     @torch.inference_mode()
     def generate(self, ids: list[int], new_tokens: int) -> list[int]:

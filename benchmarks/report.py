@@ -27,5 +27,6 @@ def table(result: dict[str, Any]) -> str:
                 lines.append(f"  {side:14} {figures[key]:>9.1f} tokens/s  {times}")
     if "memory" in result:
         part = result["memory"]
-        lines.append(f"memory: {part['peak_above_imports_bytes'] / 2**20:.0f} MiB above imports, {part['ratio']:.2f}x weights + arena")
+        peak = part["peak_above_imports_bytes"] / 2**20
+        lines.append(f"memory: {peak:.0f} MiB above imports, {part['ratio']:.2f}x weights + arena")
     return "\n".join(lines)

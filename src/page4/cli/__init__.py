@@ -1,6 +1,7 @@
 """The command line: `main` turns every error of page4 into one line on stderr and an exit code.
 
-Exit codes: 0 pass, 1 verdict fail, 2 usage, 3 environment or input. Nothing here imports torch; the verbs do when they run.
+Exit codes: 0 pass, 1 verdict fail, 2 usage, 3 environment or input. Nothing here imports
+torch; the verbs do when they run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader went away (`page4 ... | head`): not our failure; keep the interpreter from flushing into the closed pipe.
+        # The reader went away (`page4 ... | head`), which is no failure; nothing may be flushed into its pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, MemoryError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +13,10 @@ from page4.cli.doctor import doctor
 from page4.cli.generate import generate
 from page4.errors import UsageError, message
 
-# typer carries its own copy of click in some versions and uses the installed one in others: take the class from its bases.
+# Some versions of typer carry a copy of click, others use the installed one: take the class from its bases.
 ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-VERBS = {"generate": generate, "doctor": doctor, "demo": demo}
+VERBS: dict[str, Callable[..., None]] = {"generate": generate, "doctor": doctor, "demo": demo}
 
 app = typer.Typer(
     name="page4",
@@ -55,4 +56,6 @@ def build() -> Any:
 
 def missing_command() -> UsageError:
     """The error of `page4` alone."""
-    return UsageError(message("page4", allowed="a verb", got="none", do=f"use one of {', '.join(VERBS)} (page4 --help)"))
+    return UsageError(
+        message("page4", allowed="a verb", got="none", do=f"use one of {', '.join(VERBS)} (page4 --help)")
+    )

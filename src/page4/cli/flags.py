@@ -25,7 +25,7 @@ SUFFIXES = {
     "G": 2**30,
     "T": 2**40,
 }
-NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")
+NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT]?)")
 # What vLLM accepts in --speculative-config beside the two keys that this version uses.
 SPECULATIVE_KEYS = {"method", "num_speculative_tokens"}
 
@@ -75,7 +75,9 @@ def speculative_config(text: str | None) -> dict[str, Any] | None:
         raise UsageError(message(flag, allowed="a JSON object", got=text, do=example))
     for key in value:
         if key not in SPECULATIVE_KEYS:
-            raise UsageError(message(f"{flag} key {key!r}", allowed="method, num_speculative_tokens", got=key, do=example))
+            raise UsageError(
+                message(f"{flag} key {key!r}", allowed="method, num_speculative_tokens", got=key, do=example)
+            )
     return value
 
 
@@ -85,7 +87,7 @@ def option(*names: str, help: str, panel: str, **more: Any) -> Any:
 
 
 PROMPTS, SAMPLING, LANE, OUTPUT = "Prompts", "Sampling", "Lane", "Output"
-Number = {"parser": human_int, "metavar": "NUMBER"}
+Number = {"parser": human_int, "metavar": "N"}
 
 Model = Annotated[
     str,
@@ -95,21 +97,41 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Revision = Annotated[str | None, option("--revision", help="Branch, tag or commit of a hub MODEL.", panel=LANE)]
+Revision = Annotated[
+    str | None, option("--revision", metavar="NAME", help="Branch, tag or commit of a hub MODEL.", panel=LANE)
+]
 Weights = Annotated[
-    DType, option("--dtype", help="Type of weights and activations; auto is float32 on a CPU.", panel=LANE)
+    DType,
+    option(
+        "--dtype",
+        metavar="TYPE",
+        help="Weights and activations: auto (float32 on a CPU), float32, bfloat16 or float16.",
+        panel=LANE,
+    ),
 ]
 KVCache = Annotated[
     KVCacheDType,
-    option("--kv-cache-dtype", help="Type of keys and values; auto follows --dtype, fp8 is E4M3.", panel=LANE),
+    option(
+        "--kv-cache-dtype",
+        metavar="TYPE",
+        help="Keys and values: auto (as --dtype), bfloat16, float16, fp8 or fp8_e4m3 (both are E4M3).",
+        panel=LANE,
+    ),
 ]
 DraftKV = Annotated[
     KVCacheDType | None,
-    option("--draft-kv-dtype", help="Type of the draft layer's keys and values.  [default: as --kv-cache-dtype]", panel=LANE),
+    option(
+        "--draft-kv-dtype",
+        metavar="TYPE",
+        help="Keys and values of the draft layer, when they differ from --kv-cache-dtype.",
+        panel=LANE,
+    ),
 ]
 UnitScales = Annotated[
     bool,
-    option("--allow-unit-scales", help="Run E4M3 at scale 1.0 where the checkpoint has no calibrated scales.", panel=LANE),
+    option(
+        "--allow-unit-scales", help="Run E4M3 at scale 1.0 where the checkpoint has no calibrated scales.", panel=LANE
+    ),
 ]
 Speculative = Annotated[
     str | None,
@@ -124,14 +146,17 @@ MaxModelLen = Annotated[
     int | None, option("--max-model-len", help="Longest prompt plus output, in tokens.", panel=LANE, **Number)
 ]
 MaxBatched = Annotated[
-    int, option("--max-num-batched-tokens", help="Rows in a step; longer prompts are cut into chunks.", panel=LANE, **Number)
+    int,
+    option(
+        "--max-num-batched-tokens", help="Rows in a step; longer prompts are cut into chunks.", panel=LANE, **Number
+    ),
 ]
 MaxSeqs = Annotated[int, option("--max-num-seqs", help="Requests that run together.", panel=LANE, **Number)]
 KVBytes = Annotated[
     int | None,
     option("--kv-cache-memory-bytes", help="Size of the arena (keys, values, states).", panel=LANE, **Number),
 ]
-BlockSize = Annotated[int, option("--block-size", help="Tokens in a page, a multiple of 4.", panel=LANE)]
+BlockSize = Annotated[int, option("--block-size", metavar="N", help="Tokens in a page, a multiple of 4.", panel=LANE)]
 Json = Annotated[bool, option("--json", help="Print one JSON object on stdout.", panel=OUTPUT)]
 PromptFile = Annotated[
     list[Path] | None,

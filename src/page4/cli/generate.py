@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from page4.cli import console, flags, models, prompts, report
-from page4.cli.flags import OUTPUT, PROMPTS, SAMPLING, Number, option
+from page4.cli.flags import PROMPTS, SAMPLING, Number, option
 
 if TYPE_CHECKING:
-    from page4.engine import LLM, RequestOutput
+    from page4.engine import RequestOutput
 
 
 def generate(
@@ -23,30 +23,42 @@ def generate(
     prompt_file: flags.PromptFile = None,
     prompt_token_ids: Annotated[
         Path | None,
-        option("--prompt-token-ids", metavar="FILE", help="JSON: a list of token ids, or a list of lists.", panel=PROMPTS),
+        option(
+            "--prompt-token-ids", metavar="FILE", help="JSON: a list of token ids, or a list of lists.", panel=PROMPTS
+        ),
     ] = None,
     chat: Annotated[
         bool, option("--chat", help="Put each text prompt through the checkpoint's chat template.", panel=PROMPTS)
     ] = False,
     max_tokens: Annotated[int, option("--max-tokens", help="New tokens at most.", panel=SAMPLING, **Number)] = 128,
-    min_tokens: Annotated[int, option("--min-tokens", help="New tokens before a stop counts.", panel=SAMPLING)] = 0,
-    temperature: Annotated[float, option("--temperature", help="0 is greedy.", panel=SAMPLING)] = 0.0,
-    top_p: Annotated[float, option("--top-p", help="Sample from the smallest set with this mass.", panel=SAMPLING)] = 1.0,
-    top_k: Annotated[int, option("--top-k", help="Sample from the k most likely; 0 is all.", panel=SAMPLING)] = 0,
+    min_tokens: Annotated[
+        int, option("--min-tokens", metavar="N", help="New tokens before a stop counts.", panel=SAMPLING)
+    ] = 0,
+    temperature: Annotated[float, option("--temperature", metavar="X", help="0 is greedy.", panel=SAMPLING)] = 0.0,
+    top_p: Annotated[
+        float, option("--top-p", metavar="X", help="Sample from the smallest set with this mass.", panel=SAMPLING)
+    ] = 1.0,
+    top_k: Annotated[
+        int, option("--top-k", metavar="N", help="Sample from the k most likely; 0 is all.", panel=SAMPLING)
+    ] = 0,
     min_p: Annotated[
-        float, option("--min-p", help="Drop tokens below this share of the most likely one.", panel=SAMPLING)
+        float,
+        option("--min-p", metavar="X", help="Drop tokens below this share of the most likely one.", panel=SAMPLING),
     ] = 0.0,
-    seed: Annotated[int, option("--seed", help="Seed of the sampler.", panel=SAMPLING)] = 0,
+    seed: Annotated[int, option("--seed", metavar="N", help="Seed of the sampler.", panel=SAMPLING)] = 0,
     stop: Annotated[
-        list[str] | None, option("--stop", help="End before this text; may be repeated.", panel=SAMPLING)
+        list[str] | None,
+        option("--stop", metavar="TEXT", help="End before this text; may be repeated.", panel=SAMPLING),
     ] = None,
     stop_token_ids: Annotated[
-        list[int] | None, option("--stop-token-ids", help="End at this token id; may be repeated.", panel=SAMPLING)
+        list[int] | None,
+        option("--stop-token-ids", metavar="ID", help="End at this token id; may be repeated.", panel=SAMPLING),
     ] = None,
     ignore_eos: Annotated[bool, option("--ignore-eos", help="Go on after an end token.", panel=SAMPLING)] = False,
-    n: Annotated[int, option("--n", help="Completions of each prompt.", panel=SAMPLING)] = 1,
+    n: Annotated[int, option("--n", metavar="N", help="Completions of each prompt.", panel=SAMPLING)] = 1,
     logprobs: Annotated[
-        int | None, option("--logprobs", help="With --json: log probabilities of the top NUMBER tokens.", panel=SAMPLING)
+        int | None,
+        option("--logprobs", metavar="N", help="With --json: log probabilities of the top N tokens.", panel=SAMPLING),
     ] = None,
     dtype: flags.Weights = flags.DType.auto,
     kv_cache_dtype: flags.KVCache = flags.KVCacheDType.auto,

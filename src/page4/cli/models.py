@@ -43,9 +43,13 @@ def embedded() -> Path:
 def check_folder(folder: Path) -> Path:
     """A folder with a config.json, or a refusal."""
     if not folder.is_dir():
-        raise CheckpointError(message("MODEL", allowed="a folder", got=f"the file {folder}", do="name the folder around it"))
+        raise CheckpointError(
+            message("MODEL", allowed="a folder", got=f"the file {folder}", do="name the folder around it")
+        )
     if not (folder / "config.json").is_file():
-        raise CheckpointError(message("MODEL", allowed="config.json inside", got=str(folder), do="name a checkpoint folder"))
+        raise CheckpointError(
+            message("MODEL", allowed="config.json inside", got=str(folder), do="name a checkpoint folder")
+        )
     return folder
 
 

@@ -24,11 +24,15 @@ def collect(arguments: Sequence[str], files: Sequence[Path], ids_file: Path | No
         prompts += read_token_ids(ids_file)
     if not prompts:
         if sys.stdin.isatty():
-            raise UsageError(message("prompt", allowed="at least one", got="none", do="give PROMPT, --prompt-file or a pipe"))
+            raise UsageError(
+                message("prompt", allowed="at least one", got="none", do="give PROMPT, --prompt-file or a pipe")
+            )
         prompts = [read_stdin()]
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise UsageError(message(f"prompt {number}", allowed="at least one token", got="nothing", do="give some text"))
+            raise UsageError(
+                message(f"prompt {number}", allowed="at least one token", got="nothing", do="give some text")
+            )
     return prompts
 
 
@@ -42,7 +46,9 @@ def read_text(path: Path, flag: str) -> str:
     try:
         return decode(path.read_bytes(), f"{flag} {path}")
     except OSError as error:
-        raise UsageError(message(flag, allowed="a readable file", got=f"{path} ({error.strerror})", do="check it")) from None
+        raise UsageError(
+            message(flag, allowed="a readable file", got=f"{path} ({error.strerror})", do="check it")
+        ) from None
 
 
 def decode(data: bytes, source: str) -> str:
@@ -65,7 +71,9 @@ def read_token_ids(path: Path) -> list[Prompt]:
     for number, ids in enumerate(lists):
         if not isinstance(ids, list) or not ids:
             got = "an empty list" if ids == [] else type(ids).__name__
-            raise UsageError(message(f"{flag} list {number}", allowed="a list of token ids", got=got, do="write [1, 2, 3]"))
+            raise UsageError(
+                message(f"{flag} list {number}", allowed="a list of token ids", got=got, do="write [1, 2, 3]")
+            )
         for place, token in enumerate(ids):
             if type(token) is not int or token < 0:
                 what = f"{flag} list {number} entry {place}"

@@ -1,14 +1,77 @@
-"""Results and figures of a run, as JSON objects and as lines for people."""
+"""Results and figures of a run, as JSON objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from page4.cli.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from page4.engine import LLM, RequestOutput
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counters of an engine at one moment; the difference of two describes what ran between them."""
+
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    target_steps: int
+    drafted: int
+    accepted: int
+    accepted_per_position: tuple[int, ...]
+
+    @classmethod
+    def of(cls, llm: LLM) -> Counts:
+        """The counters of `llm` now."""
+        metrics = llm.metrics
+        return cls(
+            metrics.prefill_tokens,
+            metrics.prefill_seconds,
+            metrics.decode_tokens,
+            metrics.decode_seconds,
+            metrics.target_steps,
+            metrics.drafted,
+            metrics.accepted,
+            tuple(metrics.accepted_per_position),
+        )
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        positions = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
+        return Counts(
+            self.prefill_tokens - earlier.prefill_tokens,
+            self.prefill_seconds - earlier.prefill_seconds,
+            self.decode_tokens - earlier.decode_tokens,
+            self.decode_seconds - earlier.decode_seconds,
+            self.target_steps - earlier.target_steps,
+            self.drafted - earlier.drafted,
+            self.accepted - earlier.accepted,
+            tuple(now - then for now, then in positions),
+        )
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """New tokens a second, prefill apart."""
+        return rate(self.decode_tokens, self.decode_seconds)
+
+    @property
+    def windows(self) -> int:
+        """Decode steps summed over requests: each wrote one token of the target and the drafts that it accepted."""
+        return self.decode_tokens - self.accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of one request in one step of the target."""
+        return round(self.decode_tokens / self.windows, 3) if self.windows > 0 else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of windows that accepted the draft at each position, the first position first."""
+        return [round(count / self.windows, 3) if self.windows > 0 else 0.0 for count in self.accepted_per_position]
 
 
 def outputs_object(results: Iterable[RequestOutput]) -> list[dict[str, Any]]:
@@ -28,27 +91,34 @@ def outputs_object(results: Iterable[RequestOutput]) -> list[dict[str, Any]]:
     return entries
 
 
-def metrics_object(llm: LLM) -> dict[str, Any]:
-    """The figures of everything that `llm` has run; `accepted_per_position` counts, first draft position first."""
-    metrics = llm.metrics
+def metrics_object(counts: Counts) -> dict[str, Any]:
+    """The `metrics` of `--json`; `accepted_per_position` holds counts, the first draft position first."""
     return {
-        "prefill_tokens_per_s": rate(metrics.prefill_tokens, metrics.prefill_seconds),
-        "decode_tokens_per_s": rate(metrics.decode_tokens, metrics.decode_seconds),
-        "target_steps": metrics.target_steps,
-        "drafted": metrics.drafted,
-        "accepted": metrics.accepted,
-        "accepted_per_position": list(metrics.accepted_per_position),
+        "prefill_tokens_per_s": rate(counts.prefill_tokens, counts.prefill_seconds),
+        "decode_tokens_per_s": counts.decode_tokens_per_s,
+        "target_steps": counts.target_steps,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "accepted_per_position": list(counts.accepted_per_position),
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def summary_line(counts: Counts) -> str:
+    """The figures of a run for people."""
+    metrics = metrics_object(counts)
+    parts = [
+        f"prefill {metrics['prefill_tokens_per_s']:.0f} tokens/s",
+        f"decode {metrics['decode_tokens_per_s']:.0f} tokens/s",
+        f"{counts.target_steps} target steps",
+    ]
+    if counts.drafted:
+        shares = " ".join(f"{share:.2f}" for share in counts.acceptance)
+        parts.append(f"{counts.tokens_per_step:.2f} tokens a step, acceptance per position {shares}")
+    parts.append(f"peak memory {metrics['peak_memory_bytes'] / 2**20:.0f} MiB")
+    return ", ".join(parts)
 
 
 def rate(count: float, seconds: float) -> float:
     """`count` a second; 0 when nothing was timed."""
     return round(count / seconds, 2) if seconds > 0 else 0.0
-
-
-def acceptance(accepted_per_position: Sequence[int], windows: int) -> str:
-    """Share of windows in which each draft position was accepted: `0.91 0.80 0.71`."""
-    if not accepted_per_position or not windows:
-        return "no drafts"
-    return " ".join(f"{accepted / windows:.2f}" for accepted in accepted_per_position)

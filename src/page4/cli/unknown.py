@@ -26,19 +26,19 @@ ELSEWHERE = {
     "--temp": "--temperature",
     "--calculate-kv-scales": "--kv-cache-dtype fp8 with a checkpoint that carries calibrated scales",
     "--quantization": "--dtype (page4 runs 32-bit and 16-bit weights)",
-    "--tensor-parallel-size": "no flag: one process uses one device",
-    "--pipeline-parallel-size": "no flag: one process uses one device",
-    "--data-parallel-size": "no flag: one process uses one device",
-    "--device": "no flag: this version runs on the CPU",
-    "--enforce-eager": "no flag: this version captures no graphs, so it is always eager",
-    "--enable-prefix-caching": "no flag: this version has no prefix cache",
+    "--tensor-parallel-size": "none (one process uses one device)",
+    "--pipeline-parallel-size": "none (one process uses one device)",
+    "--data-parallel-size": "none (one process uses one device)",
+    "--device": "none (this version runs on the CPU)",
+    "--enforce-eager": "none (this version captures no graphs, so it is always eager)",
+    "--enable-prefix-caching": "none (this version has no prefix cache)",
     "--enable-chunked-prefill": "--max-num-batched-tokens (prefill is always chunked)",
-    "--trust-remote-code": "no flag: page4 never runs code from a checkpoint",
-    "--host": "no flag: this version has no server; page4 generate runs prompts",
-    "--port": "no flag: this version has no server; page4 generate runs prompts",
-    "--tokenizer": "no flag: the tokenizer is the checkpoint's own tokenizer.json",
+    "--trust-remote-code": "none (page4 never runs code from a checkpoint)",
+    "--host": "none (this version has no server; page4 generate runs prompts)",
+    "--port": "none (this version has no server; page4 generate runs prompts)",
+    "--tokenizer": "none (the tokenizer is the checkpoint's own tokenizer.json)",
     "--chat-template": "--chat (the template is the checkpoint's own)",
-    "--load-format": "no flag: page4 reads safetensors only",
+    "--load-format": "none (page4 reads safetensors only)",
 }
 VERBS_ELSEWHERE = {
     "serve": "generate (this version has no server)",
@@ -68,7 +68,9 @@ def flags_of(error: Any, command: Any) -> list[str]:
     """Every flag of the verb that the error happened in."""
     context = getattr(error, "ctx", None)
     owner = command if context is None else context.command
-    return [flag for parameter in owner.params for flag in (*parameter.opts, *parameter.secondary_opts) if flag[:2] == "--"]
+    return [
+        flag for parameter in owner.params for flag in (*parameter.opts, *parameter.secondary_opts) if flag[:2] == "--"
+    ]
 
 
 def nearest_flag(flag: str, known: Sequence[str]) -> str:

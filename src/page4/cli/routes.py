@@ -1,0 +1,1 @@
+"""Which route of attend serves which shape, and why not the others."""
