@@ -1,0 +1,10 @@
+"""Files that ship inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def embedded_checkpoint() -> Path:
+    """Folder of the small trained qwen4_exp checkpoint in this package."""
+    return Path(__file__).resolve().parent / "tiny"
