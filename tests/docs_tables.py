@@ -30,10 +30,9 @@ def flag_rows(verb: Any) -> list[list[str]]:
         if parameter.param_type_name == "argument" or "--help" in parameter.opts:
             continue
         value = "" if parameter.is_flag else f" {parameter.metavar}"
-        default = (
-            "" if parameter.default in (None, False) else str(getattr(parameter.default, "value", parameter.default))
-        )
-        rows.append([literal(parameter.opts[0] + value), literal(default), parameter.help.replace("|", "\\|")])
+        default = "" if parameter.default is None or parameter.is_flag else parameter.default
+        shown = str(getattr(default, "value", default))
+        rows.append([literal(parameter.opts[0] + value), literal(shown), parameter.help.replace("|", "\\|")])
     return rows
 
 

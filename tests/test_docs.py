@@ -9,9 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests import docs_tables
 
 from page4.cli.app import build
-from tests import docs_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]

@@ -1,0 +1,73 @@
+"""An engine with known answers in place of `page4.LLM`, for the tests of what the command line does with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Metrics:
+    """Numbers that divide without a remainder."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    target_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+@dataclass
+class Completion:
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: Any = None
+
+
+@dataclass
+class Result:
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+class FakeLLM:
+    """Writes 8 tokens for every prompt: in 4 windows of 3 drafts, of which 3, 1 and 0 are accepted at each position."""
+
+    made: list[FakeLLM] = []
+    wrong_with_drafts = False
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self.model, self.options = model, options
+        self.metrics = Metrics()
+        self.calls: list[tuple[list[Any], Any]] = []
+        FakeLLM.made.append(self)
+
+    def generate(self, prompts: list[Any], params: Any) -> list[Result]:
+        self.calls.append((prompts, params))
+        drafts = self.options.get("speculative_config") is not None
+        results = []
+        for number, prompt in enumerate(prompts):
+            ids = list(prompt) if isinstance(prompt, list) else list(prompt.encode())
+            tokens = [number, *range(1, 8)]
+            if drafts and self.wrong_with_drafts:
+                tokens[-1] = 99
+            outputs = [Completion(index, tokens, f"text {number}\n", "length") for index in range(params.n)]
+            results.append(Result(str(number), ids, outputs))
+            self.metrics.prefill_tokens += 100
+            self.metrics.prefill_seconds += 0.5
+            self.metrics.decode_tokens += 8
+            self.metrics.decode_seconds += 0.25
+            self.metrics.target_steps += 5
+            if drafts:
+                self.metrics.drafted += 12
+                self.metrics.accepted += 4
+                self.metrics.accepted_per_position[0] += 3
+                self.metrics.accepted_per_position[1] += 1
+        return results
