@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Result:
 class FakeLLM:
     """Writes 8 tokens for every prompt: in 4 windows of 3 drafts, of which 3, 1 and 0 are accepted at each position."""
 
-    made: list[FakeLLM] = []
+    made: ClassVar[list[FakeLLM]] = []
     wrong_with_drafts = False
 
     def __init__(self, model: Path, **options: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from page4.errors import Page4Error
@@ -27,19 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise missing_command()
         code = command.main(args=arguments, prog_name="page4", standalone_mode=False)
         sys.stdout.flush()
-        return int(code or 0)
+        # typer turns Ctrl-C into this code.
+        return fail("interrupted", INTERRUPTED) if code == INTERRUPTED else int(code or 0)
     except ClickError as error:
         return fail(explain(error, command, arguments), error.exit_code)
     except Page4Error as error:
         return fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader went away (`page4 ... | head`), which is no failure; nothing may be flushed into its pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, MemoryError) as error:
         return fail(f"{type(error).__name__}: {error}", Page4Error.exit_code)
+    except Exception:
+        # A fault of ours. Its traceback is the report; Python's own exit code 1 would read as a failed verdict.
+        traceback.print_exc()
+        return Page4Error.exit_code
 
 
 def fail(text: str, code: int) -> int:
