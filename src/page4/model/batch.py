@@ -1,0 +1,98 @@
+"""The rows of one step: tokens of many requests, flattened without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from page4.cache.rows import Rows
+from page4.geometry import Geometry
+from page4.model.groups import Group, make_groups
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """The rows of one request in a step: consecutive tokens from `first_position` on.
+
+    `pages` are the request's physical pages in logical order; `context` are up to ngram_size - 1 tokens before the
+    first row, oldest first (fewer at the start of the request, where eos stands in for the rest).
+    """
+
+    token_ids: list[int]
+    first_position: int
+    pages: list[int]
+    state_slot: int
+    context: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """token_ids: [R] int64, state_slots: [N] int64, ngram_context: [N, ngram_size - 1] int64 (eos before the start).
+
+    `row_starts` (N + 1 offsets into the rows) and `slots` repeat on the host what the tensors say, so that no step
+    waits for the device to learn its own shape.
+    """
+
+    token_ids: Tensor
+    rows: Rows
+    state_slots: Tensor
+    ngram_context: Tensor
+    row_starts: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_starts[-1]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """How layers with state walk through the rows."""
+        return make_groups(self.row_starts, self.slots, self.token_ids.device)
+
+    @classmethod
+    def build(cls, spans: list[RowSpan], geometry: Geometry, device: torch.device | str = "cpu") -> StepBatch:
+        """Flattens `spans`, one request each, in the order given."""
+        lengths = [len(span.token_ids) for span in spans]
+        starts = [0]
+        for length in lengths:
+            assert length > 0, "a span without rows"
+            starts.append(starts[-1] + length)
+        width = max((len(span.pages) for span in spans), default=0)
+        table = [span.pages + [0] * (width - len(span.pages)) for span in spans]
+        context_tokens = geometry.ple.ngram_size - 1 if geometry.ple is not None else 0
+        context = [_pad_context(span.context, context_tokens, geometry) for span in spans]
+        firsts = tuple(span.first_position for span in spans)
+
+        def tensor(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        positions = [p for span in spans for p in range(span.first_position, span.first_position + len(span.token_ids))]
+        rows = Rows(
+            positions=tensor(positions),
+            request_of_row=tensor([n for n, length in enumerate(lengths) for _ in range(length)]),
+            block_table=tensor(table, torch.int32).view(len(spans), width),
+            row_starts=tuple(starts),
+            first_positions=firsts,
+        )
+        return cls(
+            token_ids=tensor([token for span in spans for token in span.token_ids]),
+            rows=rows,
+            state_slots=tensor([span.state_slot for span in spans]),
+            ngram_context=tensor(context).view(len(spans), context_tokens),
+            row_starts=tuple(starts),
+            slots=tuple(span.state_slot for span in spans),
+        )
+
+
+def _pad_context(context: list[int], length: int, geometry: Geometry) -> list[int]:
+    if length == 0:
+        return []
+    kept = context[-length:]
+    return [geometry.eos_token_ids[0]] * (length - len(kept)) + kept

@@ -1,0 +1,43 @@
+"""Hyper-connections: the residual is C streams; a block reads a learned mix of them and writes into all of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from page4.geometry import Geometry
+from page4.model.linear import Linear
+from page4.model.norms import rms_norm
+from page4.model.weight_tree import HyperWeights, MixerWeights
+
+
+class Mixer:
+    """The mix alone: what a block reads, or what the LM head reads at the end."""
+
+    def __init__(self, weights: MixerWeights | HyperWeights, geometry: Geometry) -> None:
+        self.count, self.hidden, self.eps = geometry.hc_count, geometry.hidden_size, geometry.rms_norm_eps
+        self.lowrank = geometry.hc_lowrank
+        self.norm = weights.norm.view(self.count, self.hidden)
+        self.down, self.up = Linear(weights.down), Linear(weights.up)
+
+    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """streams: [R, C, hidden] -> mixed [R, hidden], and the down projection / C [R, lowrank (+ C)]."""
+        normed = rms_norm(streams, self.norm, self.eps)
+        low = self.down(normed.flatten(1)).div_(self.count)
+        weight = self.up(F.silu(low[:, : self.lowrank])).sigmoid_().view_as(normed)
+        return weight.mul_(normed).mean(1), low
+
+
+class Hyper(Mixer):
+    """The mix and the injection weights around one block."""
+
+    def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """streams: [R, C, hidden] -> block input [R, hidden], injection weights [R, C, 1] (to be doubled)."""
+        mixed, low = self.mix(streams)
+        return mixed, low[:, self.lowrank :].sigmoid().unsqueeze(-1)
+
+    @staticmethod
+    def leave(streams: Tensor, block_out: Tensor, injection: Tensor) -> Tensor:
+        """Adds 2 * injection * block_out: [R, hidden] to the streams, in place."""
+        return torch.Tensor.addcmul_(streams, injection, block_out.unsqueeze(1), value=2)
