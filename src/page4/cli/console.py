@@ -31,6 +31,12 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
+def print_text(text: str) -> None:
+    """Text as it stands on stdout; what the terminal's encoding lacks becomes an escape instead of a failure."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 @contextmanager
 def spinner(what: str) -> Iterator[None]:
     """Show `what` on stderr while the block runs, on a terminal only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -110,12 +110,18 @@ def generate(
             seed=seed,
         )
     results = llm.generate(wanted, params)
-    metrics = report.metrics_object(llm)
+    counts = report.Counts.of(llm)
     if json:
-        console.print_json({"outputs": report.outputs_object(results), "metrics": metrics})
+        console.print_json({"outputs": report.outputs_object(results), "metrics": report.metrics_object(counts)})
     else:
-        show(results, metrics)
+        show(results, counts)
 
 
-def show(results: list[RequestOutput], metrics: dict[str, Any]) -> None:
-    """Texts on stdout, figures on stderr."""
+def show(results: list[RequestOutput], counts: report.Counts) -> None:
+    """Texts on stdout, with a heading each when there are several; figures on stderr."""
+    texts = [(number, completion) for number, result in enumerate(results) for completion in result.outputs]
+    for number, completion in texts:
+        if len(texts) > 1:
+            console.print_text(f"--- prompt {number}, {len(completion.token_ids)} tokens, {completion.finish_reason}\n")
+        console.print_text(completion.text if completion.text.endswith("\n") else completion.text + "\n")
+    console.stderr().print(report.summary_line(counts), style="dim", markup=False)
