@@ -13,7 +13,7 @@ import functools
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import hypothesis
@@ -46,7 +46,9 @@ def poison_byte() -> int:
 
 def poison(tensor: torch.Tensor, byte: int | None = None) -> torch.Tensor:
     """Fill the whole storage of `tensor` with one byte, in place."""
-    tensor.untyped_storage().fill_(poison_byte() if byte is None else byte)
+    storage = tensor.untyped_storage()
+    whole = torch.zeros(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    whole.fill_(poison_byte() if byte is None else byte)
     return tensor
 
 
@@ -111,8 +113,8 @@ def generator(seed: int) -> torch.Generator:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report: Any = yield
     if report.failed and _SEED in item.stash:
         report.sections.append(("seed", f"run again with: pytest '{item.nodeid}' --seed {item.stash[_SEED]}"))
-    return report  # noqa: B901 (the value of a wrapper generator is how pluggy takes the result)
+    return report

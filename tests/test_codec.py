@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import random
 import struct
@@ -110,7 +111,7 @@ def test_decode_reads_strided_views() -> None:
 def boundary_values() -> list[float]:
     """Every magnitude, every tie between two neighbours, and the fp32 neighbours of both; zeros and the edges."""
     points = [float(m) for m in MAGNITUDES]
-    points += [float((a + b) / 2) for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)]
+    points += [float((a + b) / 2) for a, b in itertools.pairwise(MAGNITUDES)]
     points += [463.99997, 464.0, 464.00003, 480.0, 512.0, 1e9, 3.4028234663852886e38, 1e-30, 1.4012984643e-45]
     near = torch.tensor(points, dtype=torch.float32)
     up, down = torch.nextafter(near, torch.tensor(math.inf)), torch.nextafter(near, torch.tensor(-math.inf))

@@ -99,7 +99,7 @@ def _refuse(what: str, allowed: str, got: object, do: str = _CORRECT) -> NoRetur
 
 
 class _Keys:
-    """Typed reading of one mapping; `outer` is the whole config, asked for a few keys that may stand on either level."""
+    """Typed reading of one mapping; `outer` is the whole config, for the few keys that may stand on either level."""
 
     def __init__(self, values: Mapping[str, Any], *, outer: Mapping[str, Any]) -> None:
         self.values = values

@@ -1,0 +1,200 @@
+"""Bounded reader of safetensors headers, without torch and without reading tensor data.
+
+A file is an 8-byte little-endian length n, n bytes of JSON that map each tensor name to dtype, shape and data_offsets
+(relative to the end of the JSON), then the data. The tensors must tile the data: no hole, no overlap, nothing after.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
+
+from page4.checkpoint._json import Scanner
+from page4.errors import HeaderError, ShardError, message
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 250_000
+MAX_NAME_BYTES = 4096
+MAX_METADATA_BYTES = 1 << 18
+MAX_RANK = 64
+_MAX_ELEMENTS = (1 << 63) - 1
+_POINTER = b"version https://git-lfs"
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+# The order and spacing that every writer uses; anything else takes the slow way with its exact messages.
+_USUAL_ENTRY = re.compile(
+    rb'\{"dtype": ?"([A-Z0-9_]{1,16})", ?"shape": ?\[((?:[0-9]{1,20}(?:, ?[0-9]{1,20}){0,7})?)\],'
+    rb' ?"data_offsets": ?\[([0-9]{1,20}), ?([0-9]{1,20})\]\}'
+)
+
+
+class TensorEntry(NamedTuple):
+    """One tensor: `begin` and `end` are byte offsets in the data part of its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """A checked header; the data of an entry starts at `data_start + entry.begin` in the file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    data_start: int
+    file_size: int
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Read and check the header of one file.
+
+    Raises `ShardError` when the file is missing, a pointer, truncated or too long, `HeaderError` when the header is
+    malformed. Reads at most 8 + MAX_HEADER_BYTES bytes.
+    """
+    file_size = check_regular_file(path)
+    with path.open("rb") as file:
+        text = _read_text(path, file, file_size)
+    tensors, metadata = _parse(path, text)
+    data_start = 8 + len(text)
+    _check_tiling(path, tensors, data_start, file_size)
+    return ShardHeader(tensors=tensors, metadata=metadata, data_start=data_start, file_size=file_size)
+
+
+def check_regular_file(path: Path) -> int:
+    """The size of a regular file, found without opening it. Raises `ShardError`."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        reason = "none" if isinstance(error, FileNotFoundError) else str(error)
+        raise ShardError(message(str(path), allowed="a file", got=reason, do="download it again")) from None
+    if not stat.S_ISREG(status.st_mode):
+        got = "a folder" if stat.S_ISDIR(status.st_mode) else "a special file"
+        raise ShardError(message(str(path), allowed="a regular file", got=got, do="download it again"))
+    return status.st_size
+
+
+def _read_text(path: Path, file: BinaryIO, file_size: int) -> bytes:
+    prefix = file.read(len(_POINTER))
+    if prefix == _POINTER:
+        do = "fetch the file itself (git lfs pull, or download it again)"
+        raise ShardError(message(str(path), allowed="tensor data", got=f"a {file_size}-byte Git LFS pointer", do=do))
+    if file_size < 10:
+        got = f"{file_size} bytes"
+        raise ShardError(message(str(path), allowed="at least 10 bytes", got=got, do="download it again"))
+    length = int.from_bytes(prefix[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        _refuse(path, f"a header of at most {MAX_HEADER_BYTES} bytes", f"{length} bytes")
+    if 8 + length > file_size:
+        expected = f"at least {8 + length} bytes for its header"
+        raise ShardError(message(str(path), allowed=expected, got=f"{file_size} bytes", do="download it again"))
+    if prefix[8:9] != b"{":
+        _refuse(path, "a header that starts with '{'", repr(prefix[8:9]))
+    file.seek(8)
+    text = file.read(length)
+    if len(text) != length:
+        _refuse(path, f"{length} header bytes", f"{len(text)} bytes")
+    return text
+
+
+def _refuse(path: Path, allowed: str, got: str) -> NoReturn:
+    raise HeaderError(message(f"{path} header", allowed=allowed, got=got, do="download the file again"))
+
+
+def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    def fail(reason: str) -> NoReturn:
+        raise HeaderError(f"{message_head(path)}: expected {_one_line(reason)}; download the file again")
+
+    scanner = Scanner(text, fail)
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for name in scanner.members(MAX_NAME_BYTES):
+        if name == "__metadata__":
+            metadata = {key: scanner.string(MAX_METADATA_BYTES) for key in scanner.members(MAX_NAME_BYTES)}
+            continue
+        if len(tensors) == MAX_TENSORS:
+            fail(f"at most {MAX_TENSORS} tensors, got more")
+        tensors[name] = _entry(path, name, scanner)
+    scanner.end()
+    return tensors, metadata
+
+
+def message_head(path: Path) -> str:
+    """How messages about this file's header start."""
+    return _one_line(f"{path} header")
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def _entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
+    scanner.peek()
+    usual = _USUAL_ENTRY.match(scanner.text, scanner.position)
+    if usual is not None:
+        scanner.position = usual.end()
+        dtype, shape_text, begin, end = usual.groups()
+        shape = tuple(map(int, shape_text.split(b","))) if shape_text else ()
+        entry = TensorEntry(dtype.decode(), shape, int(begin), int(end))
+    else:
+        entry = _unusual_entry(path, name, scanner)
+    _check_entry(path, name, entry)
+    return entry
+
+
+def _unusual_entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
+    for key in scanner.members(MAX_NAME_BYTES):
+        if key == "dtype":
+            dtype = scanner.string(64)
+        elif key == "shape":
+            shape = scanner.integers(MAX_RANK)
+        elif key == "data_offsets":
+            offsets = scanner.integers(2)
+        else:
+            scanner.fail(f"dtype, shape and data_offsets, got {key!r} in {name!r}")
+    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
+        _refuse(path, f"dtype, shape and two data_offsets for {name!r}", "an incomplete entry")
+    return TensorEntry(dtype, shape, *offsets)
+
+
+def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
+    bits = DTYPE_BITS.get(entry.dtype)
+    if bits is None:
+        _refuse(path, f"{name}: a dtype among {', '.join(DTYPE_BITS)}", entry.dtype)
+    if entry.begin < 0 or entry.end < entry.begin:
+        _refuse(path, f"{name}: data_offsets [begin, end] with 0 <= begin <= end", f"[{entry.begin}, {entry.end}]")
+    elements = nonzero = 1
+    for size in entry.shape:
+        if size < 0:
+            _refuse(path, f"{name}: sizes of at least 0", str(list(entry.shape)))
+        elements *= size
+        nonzero *= size or 1
+        if nonzero > _MAX_ELEMENTS:
+            _refuse(path, f"{name}: at most 2**63 - 1 elements", str(list(entry.shape)))
+    if elements * bits != 8 * (entry.end - entry.begin):
+        allowed = f"{name}: {elements * bits / 8:g} bytes for {entry.dtype} {list(entry.shape)}"
+        _refuse(path, allowed, f"{entry.end - entry.begin} bytes")
+
+
+def _check_tiling(path: Path, tensors: dict[str, TensorEntry], data_start: int, file_size: int) -> None:
+    end, last = 0, "the start of the data"
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            kind = "a hole" if entry.begin > end else "an overlap"
+            _refuse(path, f"{name} to start at byte {end}, after {last}", f"byte {entry.begin}, {kind}")
+        end, last = entry.end, name
+    if data_start + end != file_size:
+        do = "download it again; it is truncated" if data_start + end > file_size else "download it again"
+        raise ShardError(message(str(path), allowed=f"{data_start + end} bytes", got=f"{file_size} bytes", do=do))
