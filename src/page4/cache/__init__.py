@@ -1,0 +1,1 @@
+"""The paged cache: units, ownership of pages, one byte arena, and the writers."""

@@ -1,0 +1,78 @@
+"""Where the rows of a step live: which request, which position, which pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from page4.errors import CacheError, message
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R rows from N requests.
+
+    positions: [R] int64, place of the row's token in its request, -1 for a padding row (which reads and writes
+    nothing); request_of_row: [R] int64 in 0..N-1; block_table: [N, W] int32, physical page of each logical page, padded
+    with the null page 0. `row_starts` (N + 1 offsets) and `first_positions` (N) say the same on the host when every
+    request's rows are contiguous with consecutive positions; operations are faster with them and equal without.
+    Raises `CacheError` when shapes or dtypes do not fit.
+    """
+
+    positions: Tensor
+    request_of_row: Tensor
+    block_table: Tensor
+    row_starts: tuple[int, ...] | None = None
+    first_positions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions.ndim != 1 or self.positions.dtype != torch.int64:
+            self._refuse("positions", "[R] int64", self.positions)
+        if self.request_of_row.shape != self.positions.shape or self.request_of_row.dtype != torch.int64:
+            self._refuse("request_of_row", f"[{self.num_rows}] int64", self.request_of_row)
+        if self.block_table.ndim != 2 or self.block_table.dtype != torch.int32:
+            self._refuse("block_table", "[N, W] int32", self.block_table)
+        if (self.row_starts is None) != (self.first_positions is None):
+            got = f"row_starts {self.row_starts}, first_positions {self.first_positions}"
+            raise CacheError(message("host fields", allowed="both or none", got=got, do="pass both"))
+        if self.row_starts is not None and self.first_positions is not None:
+            requests = len(self.first_positions)
+            if (
+                len(self.row_starts) != requests + 1
+                or requests != self.num_requests
+                or self.row_starts[-1] != self.num_rows
+            ):
+                allowed = f"{self.num_requests + 1} offsets ending at {self.num_rows}"
+                raise CacheError(message("row_starts", allowed=allowed, got=self.row_starts, do="rebuild the step"))
+
+    @staticmethod
+    def _refuse(what: str, allowed: str, got: Tensor) -> None:
+        raise CacheError(message(what, allowed=allowed, got=f"{list(got.shape)} {got.dtype}", do="rebuild the step"))
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.positions.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        """N."""
+        return self.block_table.shape[0]
+
+    def lengths(self) -> tuple[int, ...] | None:
+        """Rows of each request, from the host fields."""
+        if self.row_starts is None:
+            return None
+        return tuple(end - start for start, end in zip(self.row_starts, self.row_starts[1:], strict=False))
+
+    def pages_of(self, positions: Tensor, requests: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
+        """Physical page and offset in it of tokens; a position below 0 gives the null page.
+
+        positions, requests: [...] int64 -> ([...] int64 page, [...] int64 offset). A position past the table is a
+        caller's error and raises IndexError from torch.
+        """
+        safe = positions.clamp_min(0)
+        page = self.block_table[requests, safe // page_tokens].long()
+        return page * (positions >= 0), safe % page_tokens
