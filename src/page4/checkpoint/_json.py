@@ -16,12 +16,13 @@ _STRING = re.compile(rb'"([^"\\\x00-\x1f]*(?:\\["\\/bfnrtu][^"\\\x00-\x1f]*)*)"'
 _INTEGER = re.compile(rb"-?(?:0|[1-9][0-9]{0,19})(?![0-9.eE])")
 _SCALAR = re.compile(rb"true|false|null|-?[0-9]{1,400}(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,9})?")
 _MAX_DEPTH = 64
+_MAX_SKIPPED_BYTES = 1 << 20
 
 
 class Scanner:
-    """Reads one JSON text front to back; `fail` raises the caller's error for a message."""
+    """Reads one JSON text front to back; `fail(allowed, got)` raises the caller's error."""
 
-    def __init__(self, text: bytes, fail: Callable[[str], NoReturn]) -> None:
+    def __init__(self, text: bytes, fail: Callable[[str, str], NoReturn]) -> None:
         self.text = text
         self.position = 0
         self.fail = fail
@@ -40,7 +41,7 @@ class Scanner:
     def expected(self, what: str) -> NoReturn:
         """Refuse what stands here."""
         found = self.text[self.position : self.position + 24]
-        self.fail(f"{what} at byte {self.position}, got {found!r}" if found else f"{what}, got the end of the text")
+        self.fail(f"{what} at byte {self.position}", repr(found)[1:] if found else "the end of the text")
 
     def string(self, max_bytes: int) -> str:
         """A string of at most `max_bytes` in its JSON form."""
@@ -84,7 +85,7 @@ class Scanner:
         for _ in self._items(b"{", b"}"):
             key = self.string(max_key_bytes)
             if key in seen:
-                self.fail(f"each key once, got {key!r} twice")
+                self.fail("each key once", f"{key!r} twice")
             seen.add(key)
             self.punctuation(b":")
             yield key
@@ -101,30 +102,38 @@ class Scanner:
                 return
             self.punctuation(b",")
 
-    def skip(self, max_bytes: int) -> None:
-        """Pass over one value of any kind, not checking the order of its commas and colons."""
-        depth = 0
+    def skip(self) -> None:
+        """Pass over one value of any kind, of at most 1 MiB."""
+        self.peek()
+        start, depth = self.position, 0
         while True:
             byte = self.peek()
             if byte in (b"{", b"["):
                 depth += 1
                 self.position += 1
-            elif byte in (b"}", b"]") and depth:
+            elif depth and byte in (b"}", b"]"):
                 depth -= 1
                 self.position += 1
-            elif byte in (b",", b":") and depth:
+            elif depth and byte in (b",", b":"):
                 self.position += 1
             elif byte == b'"':
-                self.string(max_bytes)
+                self.string(_MAX_SKIPPED_BYTES)
             else:
-                match = _SCALAR.match(self.text, self.position)
-                if match is None:
-                    self.expected("a value")
-                self.position = match.end()
-            if depth > _MAX_DEPTH:
-                self.expected(f"at most {_MAX_DEPTH} levels")
+                self._scalar()
+            if depth > _MAX_DEPTH or self.position - start > _MAX_SKIPPED_BYTES:
+                self.expected(f"a value of at most {_MAX_DEPTH} levels and {_MAX_SKIPPED_BYTES} bytes")
             if depth == 0:
-                return
+                break
+        try:
+            json.loads(self.text[start : self.position].decode("utf-8"))  # small by now; checks commas and colons
+        except ValueError as error:
+            self.fail("valid JSON", str(error))
+
+    def _scalar(self) -> None:
+        match = _SCALAR.match(self.text, self.position)
+        if match is None:
+            self.expected("a value")
+        self.position = match.end()
 
     def end(self) -> None:
         """Nothing but white space may follow."""

@@ -111,8 +111,8 @@ def _refuse(path: Path, allowed: str, got: str) -> NoReturn:
 
 
 def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    def fail(reason: str) -> NoReturn:
-        raise HeaderError(f"{message_head(path)}: expected {_one_line(reason)}; download the file again")
+    def fail(allowed: str, got: str) -> NoReturn:
+        _refuse(path, allowed, got)
 
     scanner = Scanner(text, fail)
     tensors: dict[str, TensorEntry] = {}
@@ -122,19 +122,10 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, s
             metadata = {key: scanner.string(MAX_METADATA_BYTES) for key in scanner.members(MAX_NAME_BYTES)}
             continue
         if len(tensors) == MAX_TENSORS:
-            fail(f"at most {MAX_TENSORS} tensors, got more")
+            fail(f"at most {MAX_TENSORS} tensors", "more")
         tensors[name] = _entry(path, name, scanner)
     scanner.end()
     return tensors, metadata
-
-
-def message_head(path: Path) -> str:
-    """How messages about this file's header start."""
-    return _one_line(f"{path} header")
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def _entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
@@ -163,7 +154,7 @@ def _unusual_entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
         elif key == "data_offsets":
             offsets = scanner.integers(2)
         else:
-            scanner.fail(f"dtype, shape and data_offsets, got {key!r} in {name!r}")
+            scanner.fail(f"dtype, shape and data_offsets for {name!r}", repr(key))
     if dtype is None or shape is None or offsets is None or len(offsets) != 2:
         _refuse(path, f"dtype, shape and two data_offsets for {name!r}", "an incomplete entry")
     return TensorEntry(dtype, shape, *offsets)

@@ -1,7 +1,7 @@
 """A checkpoint folder: one safetensors file, or shards named by an index that is an allow-list.
 
-`Checkpoint.open` checks everything that can be wrong before any tensor data is read: names, links, sizes, pointer files,
-headers, and that each shard holds what the index says.
+`Checkpoint.open` checks everything that can be wrong before any tensor data is read: names, links, sizes, pointer
+files, headers, and that each shard holds what the index says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from page4.checkpoint._json import Scanner
 from page4.checkpoint.hashes import sha256_of_bytes
 from page4.checkpoint.header import (
     MAX_HEADER_BYTES,
-    MAX_METADATA_BYTES,
     MAX_NAME_BYTES,
     ShardHeader,
     TensorEntry,
@@ -107,7 +106,9 @@ class Checkpoint:
 def _open_sharded(folder: Path) -> Checkpoint:
     index = read_index(resolve_inside(folder, INDEX_NAME))
     shard_names = sorted(set(index.weight_map.values()))
-    paths = {shard: resolve_inside(folder, check_shard_name(shard)) for shard in shard_names}
+    for shard in shard_names:
+        check_shard_name(shard)
+    paths = {shard: resolve_inside(folder, shard) for shard in shard_names}
     for path in paths.values():
         check_regular_file(path)
     shards = {shard: (path, read_header(path)) for shard, path in paths.items()}
@@ -124,9 +125,7 @@ def _check_held(folder: Path, index: Index, shards: dict[str, tuple[Path, ShardH
     if absent:
         allowed = "every listed tensor in its shard"
         do = "download index and shards of one revision"
-        raise IndexFileError(
-            message(str(folder / INDEX_NAME), allowed=allowed, got=f"no {_some(absent)}", do=do)
-        )
+        raise IndexFileError(message(str(folder / INDEX_NAME), allowed=allowed, got=f"no {_some(absent)}", do=do))
 
 
 def _some(names: Iterable[str]) -> str:
@@ -144,9 +143,8 @@ def read_index(path: Path) -> Index:
         raise IndexFileError(message(str(path), allowed=allowed, got=f"{size} bytes", do="download it again"))
     text = path.read_bytes()
 
-    def fail(reason: str) -> NoReturn:
-        what, _, got = reason.partition(", got ")
-        raise IndexFileError(message(str(path), allowed=what, got=got, do="download it again"))
+    def fail(allowed: str, got: str) -> NoReturn:
+        raise IndexFileError(message(str(path), allowed=allowed, got=got, do="download it again"))
 
     scanner = Scanner(text, fail)
     weight_map: dict[str, str] | None = None
@@ -157,10 +155,10 @@ def read_index(path: Path) -> Index:
         elif key == "metadata" and scanner.peek() == b"{":
             total_size = _total_size(scanner)
         else:
-            scanner.skip(MAX_METADATA_BYTES)
+            scanner.skip()
     scanner.end()
     if not weight_map:
-        fail("a weight_map that names tensors, got none")
+        fail("a weight_map that names tensors", "none")
     return Index(weight_map=weight_map, total_size=total_size, sha256=sha256_of_bytes(text))
 
 
@@ -169,10 +167,9 @@ def _weight_map(scanner: Scanner) -> dict[str, str]:
     interned: dict[str, str] = {}
     for name in scanner.members(MAX_NAME_BYTES):
         if len(weight_map) == MAX_INDEX_TENSORS:
-            scanner.fail(f"at most {MAX_INDEX_TENSORS} tensors, got more")
+            scanner.fail(f"at most {MAX_INDEX_TENSORS} tensors", "more")
         if scanner.peek() != b'"':
-            found = scanner.text[scanner.position : scanner.position + 24].decode(errors="replace")
-            check_shard_name(found.split(",")[0].split("}")[0].encode())
+            scanner.expected(f"a file name for {name!r}")
         shard = scanner.string(MAX_NAME_BYTES)
         weight_map[name] = interned.setdefault(shard, shard)
     return weight_map
@@ -184,7 +181,7 @@ def _total_size(scanner: Scanner) -> int | None:
         if key == "total_size":
             total_size = scanner.integer()
             if total_size < 0:
-                scanner.fail(f"a total_size of at least 0, got {total_size}")
+                scanner.fail("a total_size of at least 0", str(total_size))
         else:
-            scanner.skip(MAX_METADATA_BYTES)
+            scanner.skip()
     return total_size

@@ -1,7 +1,7 @@
 """Tensor names: one canonical form for the prefixes in use, and the kind that a name belongs to.
 
-Canonical names are `embed_tokens.weight`, `layers.N...`, `hyper_connection_mixer...`, `lm_head.weight` for the target and
-`mtp...` for the draft.
+Canonical names are `embed_tokens.weight`, `layers.N...`, `hyper_connection_mixer...`, `lm_head.weight` for the target
+and `mtp...` for the draft.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ def classify(name: str) -> TensorName:
     if canonical.startswith(_VISION):
         return TensorName("vision", canonical)
     last = canonical.rpartition(".")[2]
-    if last.endswith(("_scale", "_zero_point")) and "_attn." in canonical and last not in ("weight_scale", "input_scale"):
+    if (
+        last.endswith(("_scale", "_zero_point"))
+        and "_attn." in canonical
+        and last not in ("weight_scale", "input_scale")
+    ):
         return TensorName("scale", canonical)
     return TensorName("draft" if canonical.startswith("mtp.") else "target", canonical)

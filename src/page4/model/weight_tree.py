@@ -5,8 +5,8 @@ decode step makes few small products; `split` gives the row counts. Norm weights
 `1 + w` (w first rounded to the model dtype), ready to multiply. Everything else has the model dtype unless the comment
 says otherwise.
 
-Axes: Hid hidden size, C hyper-connection streams, R their low rank, H query heads, J KV heads, D head dim, I index heads,
-E index head dim, X experts, F expert intermediate size, Fs that of the shared expert, V vocabulary.
+Axes: Hid hidden size, C hyper-connection streams, R their low rank, H query heads, J KV heads, D head dim, I index
+heads, E index head dim, X experts, F expert intermediate size, Fs that of the shared expert, V vocabulary.
 """
 
 from __future__ import annotations
