@@ -1,5 +1,8 @@
 """The independent oracle of the tests: random transformers checkpoints, and what transformers says about them.
 
+Sums of ReLUs tie at exactly 0 all the time, and transformers leaves such ties to `Tensor.topk`, whose answer is arbitrary.
+DESIGN section 3 orders them (lower block id first), so the oracle runs transformers inside `total_order`.
+
 Nothing here imports page4. `random_checkpoint` writes a folder, `oracle_logits` and `oracle_greedy` run transformers on a
 folder, `oracle_mtp` and `oracle_drafts` run the multi-token-prediction head (which transformers lacks) from transformers'
 own layers, on whole sequences, without a cache.
@@ -7,9 +10,11 @@ own layers, on whole sequences, without a cache.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +304,23 @@ def oracle_head(folder: Path | str, dtype: torch.dtype = torch.float32) -> MtpHe
     return head
 
 
+@contextlib.contextmanager
+def total_order() -> Iterator[None]:
+    """Inside, the indexer's top-k (the only `Tensor.topk` of the model) breaks ties by the lower index."""
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
+        values, indices = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+    torch.Tensor.topk = topk
+    try:
+        yield
+    finally:
+        del torch.Tensor.topk
+
+
 @torch.no_grad()
+@total_order()
 def oracle_logits(folder: Path | str, ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """[T, V] fp32: one forward over all of `ids`, no cache."""
     output = oracle_model(folder, dtype)(torch.tensor([ids]), use_cache=False)
@@ -308,6 +329,7 @@ def oracle_logits(folder: Path | str, ids: list[int], dtype: torch.dtype = torch
 
 
 @torch.no_grad()
+@total_order()
 def oracle_greedy(folder: Path | str, ids: list[int], n: int, dtype: torch.dtype = torch.float32) -> list[int]:
     """The next `n` argmax tokens after `ids`; eos does not stop it."""
     model = oracle_model(folder, dtype)
@@ -321,6 +343,7 @@ def oracle_greedy(folder: Path | str, ids: list[int], n: int, dtype: torch.dtype
 
 
 @torch.no_grad()
+@total_order()
 def oracle_streams(folder: Path | str, ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """[T, hc * hidden]: what enters the target's final hyper-connection mixer."""
     model = oracle_model(folder, dtype)
@@ -340,6 +363,7 @@ def _draft_logits(folder: Path | str, streams: Tensor, dtype: torch.dtype) -> Te
 
 
 @torch.no_grad()
+@total_order()
 def oracle_mtp(folder: Path | str, ids: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """First-iteration drafts: for i in 0..T-2 the head on (h_i, t_{i+1}).
 
@@ -352,6 +376,7 @@ def oracle_mtp(folder: Path | str, ids: list[int], dtype: torch.dtype = torch.fl
 
 
 @torch.no_grad()
+@total_order()
 def oracle_drafts(folder: Path | str, ids: list[int], k: int, dtype: torch.dtype = torch.float32) -> list[int]:
     """k greedy draft tokens after `ids`: iteration 1 selects, iterations 2..k reuse its selection plus all newer tokens."""
     head, model = oracle_head(folder, dtype), oracle_model(folder, dtype)
