@@ -1,0 +1,1 @@
+"""Kernels: pointers and tensors only. The operations own validation, choice and allocation."""

@@ -1,0 +1,151 @@
+"""select: index keys -> the blocks that each row attends to.
+
+score(b) = sum_i relu(q_i . key_b) / sqrt(E) in fp32, over the blocks that are complete at the row's position; the
+min(K, visible) best in the total order (score descending, then block id ascending; -0.0 equals +0.0). Blocks are chosen
+whole: the tail, at most 3 newest tokens, is not part of a selection but follows from the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from page4.cache.rows import Rows
+from page4.cache.units import BLOCK_TOKENS
+from page4.errors import KernelError, message
+from page4.kernels import torch_fast
+
+# Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context.
+WORKSPACE_BYTES = 64 << 20
+# Requests with at most this many rows (decode, verify windows) are scored together.
+WINDOW_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Selection:
+    """block_ids: [R, K] int32, ascending, -1 after the last; counts: [R] int32, valid ids of each row."""
+
+    block_ids: Tensor
+    counts: Tensor
+
+    def take(self, index: Tensor) -> Selection:
+        """The selection of some rows, index: [M] int64."""
+        return Selection(self.block_ids[index], self.counts[index])
+
+
+def visible_blocks(positions: Tensor) -> Tensor:
+    """Blocks that are complete at each position: [R] int64 -> [R] int64; 0 for padding rows (-1)."""
+    return torch.div(positions + 1, BLOCK_TOKENS, rounding_mode="floor")
+
+
+def chunk_rows(rows: int, blocks: int, budget_bytes: int, heads: int = 1) -> list[range]:
+    """Runs of rows whose fp32 scores over `blocks` blocks and `heads` heads fit the budget; at least one row a run."""
+    step = max(1, budget_bytes // max(1, 4 * blocks * heads))
+    return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection:
+    """The selection of every row of a step.
+
+    index_q: [R, I, E] (after norm and RoPE), pooled: [P, S / 4, E] block keys of the pages, top_k: blocks a row.
+    Raises `KernelError` naming the row when a visible score is NaN, or when shapes do not fit.
+    """
+    if index_q.ndim != 3 or index_q.shape[0] != rows.num_rows or index_q.shape[2] != pooled.shape[2]:
+        allowed = f"[{rows.num_rows}, I, {pooled.shape[2]}]"
+        raise KernelError(message("index_q", allowed=allowed, got=list(index_q.shape), do="pass one row a token"))
+    if top_k < 1:
+        raise KernelError(message("top_k", allowed="1 or more blocks", got=top_k, do="fix the geometry"))
+    visible = visible_blocks(rows.positions)
+    most = _most_visible(rows, visible)
+    if most <= top_k:
+        return _everything(visible, min(most, top_k))
+    block_ids = torch.full((rows.num_rows, top_k), -1, dtype=torch.int32, device=index_q.device)
+    for index, requests, width in _tiles(rows):
+        q = index_q[index].view(len(requests), width, *index_q.shape[1:])
+        seen = visible[index].view(len(requests), width)
+        block_ids[index] = _tile_ids(q, pooled, rows.block_table, requests, seen, top_k)
+    return Selection(block_ids, visible.clamp(max=top_k).int())
+
+
+def select_from_scores(scores: Tensor, visible: Tensor, top_k: int) -> Selection:
+    """The selection that given scores lead to: scores [R, B] fp32, visible [R] int64. Raises `KernelError` on NaN."""
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    bad = (scores.isnan() & (columns < visible.unsqueeze(1))).any(1)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        do = "look for NaN in the indexer's inputs of that row"
+        raise KernelError(message(f"index scores of row {row}", allowed="numbers", got="NaN", do=do))
+    block_ids, counts = torch_fast.top_blocks(scores, visible, top_k)
+    return Selection(block_ids, counts)
+
+
+def extend(selection: Selection, selected_at: Tensor, positions: Tensor) -> Selection:
+    """The same blocks for later positions, and every block that was completed since.
+
+    selected_at, positions: [R] int64, where the selection was made and where it is used; at most 8 positions apart, so
+    at most 2 blocks more. The draft layer selects once a window and reuses it this way.
+    """
+    old, new = visible_blocks(selected_at), visible_blocks(positions)
+    block_ids = torch.nn.functional.pad(selection.block_ids, (0, 2), value=-1)
+    for more in range(2):
+        block = old + more
+        place = (selection.counts + more).long().unsqueeze(1)
+        held = block_ids.gather(1, place)
+        block_ids.scatter_(1, place, torch.where((block < new).unsqueeze(1), block.int().unsqueeze(1), held))
+    return Selection(block_ids, selection.counts + (new - old).int())
+
+
+def _most_visible(rows: Rows, visible: Tensor) -> int:
+    """The largest number of visible blocks; known on the host when the rows say where they begin."""
+    lengths = rows.lengths()
+    if lengths is None or rows.first_positions is None:
+        return int(visible.max()) if visible.numel() else 0
+    ends = [first + n for first, n in zip(rows.first_positions, lengths, strict=True) if n]
+    return max(ends, default=0) // BLOCK_TOKENS
+
+
+def _everything(visible: Tensor, width: int) -> Selection:
+    """All visible blocks: nothing is pruned, so nothing needs a score."""
+    ids = torch.arange(width, dtype=torch.int32, device=visible.device).expand(visible.shape[0], -1)
+    return Selection(ids.masked_fill(ids >= visible.unsqueeze(1), -1), visible.int())
+
+
+def _tiles(rows: Rows) -> Iterator[tuple[slice | Tensor, list[int], int]]:
+    """Rows that are scored together: (index of the rows, their requests, rows of each request)."""
+    lengths = rows.lengths()
+    if lengths is None or rows.row_starts is None:
+        for request in range(rows.num_requests):
+            index = ((rows.request_of_row == request) & (rows.positions >= 0)).nonzero().squeeze(1)
+            if index.numel():
+                yield index, [request], index.numel()
+        return
+    start = 0
+    while start < len(lengths):
+        end = start + 1
+        while end < len(lengths) and lengths[end] == lengths[start] <= WINDOW_ROWS:
+            end += 1
+        if lengths[start]:
+            yield slice(rows.row_starts[start], rows.row_starts[end]), list(range(start, end)), lengths[start]
+        start = end
+
+
+def _tile_ids(
+    q: Tensor, pooled: Tensor, block_table: Tensor, requests: list[int], visible: Tensor, top_k: int
+) -> Tensor:
+    """Selected ids of n requests with T rows each: q [n, T, I, E], visible [n, T] -> [n * T, top_k] int32."""
+    most = int(visible.max())
+    per_page = pooled.shape[1]
+    pages = block_table[requests[0] : requests[-1] + 1, : -(-max(most, 1) // per_page)].long()
+    keys = pooled[pages].view(len(requests), -1, pooled.shape[2])[:, :most]
+    n, width, heads, _ = q.shape
+    found = []
+    for run in chunk_rows(width, most, WORKSPACE_BYTES // n, heads):
+        seen = visible[:, run.start : run.stop].reshape(-1)
+        bound = int(seen.max()) if n == 1 else most
+        scores = torch_fast.index_scores(q[:, run.start : run.stop], keys[:, :bound]).view(-1, bound)
+        ids = select_from_scores(scores, seen, top_k).block_ids
+        found.append(torch.nn.functional.pad(ids, (0, top_k - ids.shape[1]), value=-1).view(n, len(run), top_k))
+    return torch.cat(found, dim=1).view(n * width, top_k)
