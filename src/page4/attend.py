@@ -171,21 +171,11 @@ def _union(ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def _gather(
     layer_kv: LayerKV, blocks: Tensor, members: Tensor, positions: Tensor, rows: Rows, requests: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V [T, W, J, D] fp32 of the tiles' blocks with unattended tokens zeroed, and attended [T, M, W]."""
+    """K and V [T * J, W, D] fp32 of the tiles' blocks with unattended tokens zeroed, and attended [T, M, W]."""
     tokens = blocks.unsqueeze(-1) * 4 + torch.arange(4, device=blocks.device)
     attended = members.unsqueeze(-1) & (tokens.unsqueeze(1) <= positions.view(*positions.shape, 1, 1))
     attended = attended.flatten(2)
     tokens = tokens.flatten(1)
     page = rows.block_table[requests.unsqueeze(1), tokens // layer_kv.page_tokens].long()
     offset = tokens % layer_kv.page_tokens
-    unattended = ~attended.any(1)
-    k, v = (_values(view[page, offset]) for view in (layer_kv.k, layer_kv.v))
-    k[unattended] = 0.0
-    v[unattended] = 0.0
-    return k, v, attended
-
-
-def _values(stored: Tensor) -> Tensor:
-    from page4.codec import decode
-
-    return decode(stored) if stored.dtype == torch.uint8 else stored.float()
+    return (*torch_fast.gather_tokens(layer_kv.k, layer_kv.v, page, offset, ~attended.any(1)), attended)
