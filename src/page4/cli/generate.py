@@ -18,7 +18,7 @@ def generate(
     model: flags.Model,
     prompt: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="One prompt each; - reads standard input.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="One prompt each; - reads standard input.", show_default=False),
     ] = None,
     prompt_file: flags.PromptFile = None,
     prompt_token_ids: Annotated[
@@ -79,6 +79,7 @@ def generate(
     folder = models.resolve(model, revision)
 
     import page4
+    from page4.cli.preflight import as_token_ids
 
     params = page4.SamplingParams(
         max_tokens=max_tokens,
@@ -87,13 +88,13 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
-        seed=seed,
         stop=stop or [],
         stop_token_ids=stop_token_ids or [],
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         n=n,
     )
+    token_ids = as_token_ids(folder, wanted, chat=chat, max_model_len=max_model_len)
     with console.spinner(f"loading {model}"):
         llm = page4.LLM(
             folder,
@@ -109,7 +110,7 @@ def generate(
             allow_unit_scales=allow_unit_scales,
             seed=seed,
         )
-    results = llm.generate(wanted, params)
+    results = llm.generate(token_ids, params)
     counts = report.Counts.of(llm)
     if json:
         console.print_json({"outputs": report.outputs_object(results), "metrics": report.metrics_object(counts)})
