@@ -1,11 +1,11 @@
 """The independent oracle of the tests: random transformers checkpoints, and what transformers says about them.
 
-Sums of ReLUs tie at exactly 0 all the time, and transformers leaves such ties to `Tensor.topk`, whose answer is arbitrary.
-DESIGN section 3 orders them (lower block id first), so the oracle runs transformers inside `total_order`.
+Sums of ReLUs tie at exactly 0 all the time, and transformers leaves such ties to `Tensor.topk`, whose answer is
+arbitrary. DESIGN section 3 orders them (lower block id first), so the oracle runs transformers inside `total_order`.
 
-Nothing here imports page4. `random_checkpoint` writes a folder, `oracle_logits` and `oracle_greedy` run transformers on a
-folder, `oracle_mtp` and `oracle_drafts` run the multi-token-prediction head (which transformers lacks) from transformers'
-own layers, on whole sequences, without a cache.
+Nothing here imports page4. `random_checkpoint` writes a folder, `oracle_logits` and `oracle_greedy` run transformers on
+a folder, `oracle_mtp` and `oracle_drafts` run the multi-token-prediction head (which transformers lacks) from
+transformers' own layers, on whole sequences, without a cache.
 """
 
 from __future__ import annotations
@@ -218,7 +218,12 @@ def random_checkpoint(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {**TINY, **config_overrides, "dtype": str(dtype).removeprefix("torch."), "split_ngram_parts": ple_shards or 1}
+    fields = {
+        **TINY,
+        **config_overrides,
+        "dtype": str(dtype).removeprefix("torch."),
+        "split_ngram_parts": ple_shards or 1,
+    }
     if not mtp:
         fields.pop("mtp_num_hidden_layers")
     config = make_config(**fields)
@@ -312,11 +317,12 @@ def total_order() -> Iterator[None]:
         values, indices = x.sort(dim=dim, descending=True, stable=True)
         return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
+    before = torch.Tensor.topk
     torch.Tensor.topk = topk
     try:
         yield
     finally:
-        del torch.Tensor.topk
+        torch.Tensor.topk = before
 
 
 @torch.no_grad()
@@ -378,7 +384,7 @@ def oracle_mtp(folder: Path | str, ids: list[int], dtype: torch.dtype = torch.fl
 @torch.no_grad()
 @total_order()
 def oracle_drafts(folder: Path | str, ids: list[int], k: int, dtype: torch.dtype = torch.float32) -> list[int]:
-    """k greedy draft tokens after `ids`: iteration 1 selects, iterations 2..k reuse its selection plus all newer tokens."""
+    """k greedy draft tokens after `ids`: iteration 1 selects, the others reuse its selection plus all newer tokens."""
     head, model = oracle_head(folder, dtype), oracle_model(folder, dtype)
     h = oracle_streams(folder, ids, dtype)[:-1]
     tokens, last = list(ids[1:]), len(ids) - 2

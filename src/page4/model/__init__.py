@@ -1,0 +1,1 @@
+"""The text model and its draft head, over an arena."""

@@ -38,10 +38,7 @@ class Qsa:
         self.split = weights.split
         self.in_proj, self.in_bias = Linear(weights.in_proj), weights.in_bias
         self.o_proj, self.o_bias = Linear(weights.o_proj), weights.o_bias
-        shape = (-1, self.dim)
-        self.qk_norm = torch.cat(
-            (weights.q_norm.expand(self.heads, -1).reshape(shape), weights.k_norm.expand(self.kv_heads, -1).reshape(shape))
-        )
+        self.qk_norm = torch.cat((weights.q_norm.expand(self.heads, -1), weights.k_norm.expand(self.kv_heads, -1)))
         self.index_q_norm, self.index_k_norm = weights.index_q_norm, weights.index_k_norm
 
     def forward(
@@ -61,14 +58,14 @@ class Qsa:
         projected = self.in_proj(x)
         if self.in_bias is not None:
             projected += self.in_bias
-        q_gate, k, v, index = projected.split(self.split, -1)
-        q, gate = q_gate.unflatten(-1, (self.heads, 2 * self.dim)).split(self.dim, -1)
-        k, v = (y.unflatten(-1, (self.kv_heads, self.dim)) for y in (k, v))
+        q_gate, k, v, index = projected.split_with_sizes(self.split, -1)
+        q, gate = q_gate.view(-1, self.heads, 2 * self.dim).chunk(2, -1)
+        k, v = (y.view(-1, self.kv_heads, self.dim) for y in (k, v))
         qk = rotate_(rms_norm(torch.cat((q, k), 1), self.qk_norm, self.eps), *cos_sin)
-        q, k = qk.split((self.heads, self.kv_heads), 1)
+        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         layer_kv = arena.layer_kv(self.layer)
         nonfinite = append_kv(layer_kv, k, v, rows)
-        index = index.unflatten(-1, (self.index.num_heads + 1, self.index.head_dim))
+        index = index.view(-1, self.index.num_heads + 1, self.index.head_dim)
         pooled = arena.pooled(self.layer)
         append_index(pooled, arena.ring(self.layer), index[:, -1], rows, batch.state_slots, self._index_keys)
         if reuse is None:

@@ -45,10 +45,12 @@ class StepBatch:
 
     @property
     def num_rows(self) -> int:
+        """R."""
         return self.row_starts[-1]
 
     @property
     def num_requests(self) -> int:
+        """N."""
         return len(self.slots)
 
     @cached_property

@@ -101,7 +101,7 @@ def delta_chunks(
     decay = log_decay.exp().unsqueeze(-1)
     rhs = torch.cat((v, keys * decay), -1).mul_(beta.unsqueeze(-1))
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
-    fresh, known = solved.split((v.shape[-1], keys.shape[-1]), -1)
+    fresh, known = solved.split_with_sizes((v.shape[-1], keys.shape[-1]), -1)
     # Both read the state at the chunk's start, so they go into one product.
     readers = torch.cat((known, _repeat_heads(q, heads) * decay), 2)
     writers = keys.mul((log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1)).transpose(-1, -2)
@@ -119,4 +119,4 @@ def _chunked(x: Tensor) -> Tensor:
     padding = -x.shape[0] % CHUNK_ROWS
     if padding:
         x = F.pad(x, (0, 0, 0, 0, 0, padding))
-    return x.unflatten(0, (-1, CHUNK_ROWS)).transpose(1, 2).contiguous()
+    return x.view(-1, CHUNK_ROWS, *x.shape[1:]).transpose(1, 2).contiguous()

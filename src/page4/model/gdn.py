@@ -48,7 +48,7 @@ class Gdn:
 
     def forward(self, x: Tensor, groups: tuple[Group, ...], arena: Arena) -> tuple[Tensor, tuple[GdnPending, ...]]:
         """x: [R, hidden] -> [R, hidden], and one pending for each group."""
-        qkv, z, b, a = self.in_proj(x).split(self.split, -1)
+        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.split, -1)
         beta = b.sigmoid().float()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
         heads = torch.empty(x.shape[0], self.value_heads, self.value_dim, dtype=torch.float32, device=x.device)
@@ -83,9 +83,9 @@ class Gdn:
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mixed: [n, W, conv_dim] fp32 -> q, k: [n, W, Hk, Dk] unit vectors (q over sqrt(Dk)), v: [n, W, Hv, Dv]."""
         keys = self.key_heads * self.key_dim
-        qk, v = mixed.split((2 * keys, self.value_heads * self.value_dim), -1)
-        q, k = unit_norm(qk.unflatten(-1, (2 * self.key_heads, self.key_dim))).chunk(2, 2)
-        return q * self.key_dim**-0.5, k, v.unflatten(-1, (self.value_heads, self.value_dim))
+        qk, v = mixed.split_with_sizes((2 * keys, self.value_heads * self.value_dim), -1)
+        q, k = unit_norm(qk.view(*qk.shape[:2], 2 * self.key_heads, self.key_dim)).chunk(2, 2)
+        return q * self.key_dim**-0.5, k, v.view(*v.shape[:2], self.value_heads, self.value_dim)
 
     def _gated_norm(self, heads: Tensor, z: Tensor) -> Tensor:
         """heads: [R, Hv, Dv], z: [R, Hv * Dv] -> [R, Hv * Dv]: RMSNorm times weight, then the activated gate."""

@@ -7,6 +7,7 @@ row cannot reach a real one; it repeats its request's last row, so it is as fini
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class Group:
 
     def gather(self, x: Tensor) -> Tensor:
         """x: [R, ...] -> [n, width, ...]; a view when nothing is padded."""
-        return x[self.rows].unflatten(0, (len(self.requests), self.width))
+        return x[self.rows].view(len(self.requests), self.width, *x.shape[1:])
 
     def scatter(self, out: Tensor, y: Tensor) -> None:
         """Writes y: [n, width, ...] to its rows of out: [R, ...]; padded rows are dropped."""
@@ -60,7 +61,7 @@ class Group:
 
 def make_groups(row_starts: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> tuple[Group, ...]:
     """One group of all short spans (if any), then one group for each long span."""
-    lengths = [end - start for start, end in zip(row_starts, row_starts[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(row_starts)]
     short = [n for n, length in enumerate(lengths) if length <= MAX_WINDOW_ROWS]
     long = [n for n, length in enumerate(lengths) if length > MAX_WINDOW_ROWS]
     members = ([tuple(short)] if short else []) + [(n,) for n in long]
@@ -87,6 +88,6 @@ def _group(
         kept = tensor([n * width + i for n, k in enumerate(lengths) for i in range(k)])
         targets = tensor([s + i for s, k in zip(starts, lengths, strict=True) for i in range(k)])
     own = [slots[n] for n in requests]
-    consecutive = all(b == a + 1 for a, b in zip(own, own[1:], strict=False))
+    consecutive = all(b == a + 1 for a, b in itertools.pairwise(own))
     slot_index: slice | Tensor = slice(own[0], own[-1] + 1) if consecutive else tensor(own)
     return Group(requests, tensor(list(requests)), lengths, width, slot_index, rows, kept, targets)

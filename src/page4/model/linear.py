@@ -13,4 +13,5 @@ class Linear:
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., out]."""
         return F.linear(x, self.weight)

@@ -32,9 +32,7 @@ class DraftOutput:
 class Draft:
     """One QSA decoder layer behind the fused embedding and streams; it shares the target's embedding and LM head."""
 
-    def __init__(
-        self, weights: DraftWeights, geometry: Geometry, rope: Rope, embed: Tensor, lm_head: Linear
-    ) -> None:
+    def __init__(self, weights: DraftWeights, geometry: Geometry, rope: Rope, embed: Tensor, lm_head: Linear) -> None:
         self.geometry, self.rope, self.embed, self.lm_head = geometry, rope, embed, lm_head
         self.norm_embedding, self.norm_hidden = weights.norm_embedding, weights.norm_hidden
         self.fc_embedding, self.fc_hidden = Linear(weights.fc_embedding), Linear(weights.fc_hidden)

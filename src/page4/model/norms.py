@@ -11,7 +11,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
     vector_norm is one vectorised pass on a CPU, where pow and mean are two and slower.
     """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.mul_(x.shape[-1] ** -0.5).square_().add_(eps).rsqrt_()
 
 
@@ -23,5 +23,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x: [..., d] fp32 -> x / sqrt(sum(x^2) + eps)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.square_().add_(eps).rsqrt_()

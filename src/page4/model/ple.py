@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ def shifted_tokens(batch: StepBatch, ngram_size: int, eos: int) -> list[Tensor]:
     for shift in range(1, ngram_size):
         index = [
             before + start + row - shift if row >= shift else (n + 1) * context + row - shift
-            for n, (start, end) in enumerate(zip(batch.row_starts, batch.row_starts[1:], strict=False))
+            for n, (start, end) in enumerate(itertools.pairwise(batch.row_starts))
             for row in range(end - start)
         ]
         token = history[torch.tensor(index, device=history.device)]
@@ -77,8 +78,8 @@ class Ple:
         """Adds the embedding to streams: [R, C, hidden] in place; one pending for each group of the batch."""
         ids = ngram_ids(shifted_tokens(batch, self.ngram_size, self.eos), self.weights)
         embedding = F.embedding(ids, self.weights.table).flatten(1)
-        key, value = self.kv_proj(embedding).split(self.weights.split, -1)
-        key = rms_norm(key.unflatten(-1, (self.count, self.hidden)), self.norm_key, self.eps)
+        key, value = self.kv_proj(embedding).split_with_sizes(self.weights.split, -1)
+        key = rms_norm(key.view(-1, self.count, self.hidden), self.norm_key, self.eps)
         query = rms_norm(streams, self.norm_query, self.eps)
         gate = (key * query).sum(-1, keepdim=True) / self.hidden**0.5
         gate = gate.abs().clamp_min_(1e-6).sqrt_() * gate.sign()
@@ -86,9 +87,7 @@ class Ple:
         local, pending = self._short_conv(rms_norm(gated, self.norm_conv, self.eps).flatten(1), batch.groups, arena)
         return streams.add_(gated.add_(local.view_as(gated))), pending
 
-    def _short_conv(
-        self, x: Tensor, groups: tuple[Group, ...], arena: Arena
-    ) -> tuple[Tensor, tuple[PlePending, ...]]:
+    def _short_conv(self, x: Tensor, groups: tuple[Group, ...], arena: Arena) -> tuple[Tensor, tuple[PlePending, ...]]:
         """x: [R, C * hidden] -> silu of the dilated convolution, same shape."""
         out, pending = torch.empty_like(x), []
         for group in groups:
