@@ -95,12 +95,17 @@ class Scanner:
         if self.peek() == closing:
             self.position += 1
             return
-        while True:
+        yield
+        while self.goes_on(closing):
             yield
-            if self.peek() == closing:
-                self.position += 1
-                return
-            self.punctuation(b",")
+
+    def goes_on(self, closing: bytes) -> bool:
+        """Consume what stands after an item: true for a comma, false for the closing bracket."""
+        if self.peek() == closing:
+            self.position += 1
+            return False
+        self.punctuation(b",")
+        return True
 
     def skip(self) -> None:
         """Pass over one value of any kind, of at most 1 MiB."""

@@ -6,8 +6,10 @@ A file is an 8-byte little-endian length n, n bytes of JSON that map each tensor
 
 from __future__ import annotations
 
+import math
 import re
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
@@ -16,9 +18,11 @@ from page4.checkpoint._json import Scanner
 from page4.errors import HeaderError, ShardError, message
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 250_000
+MAX_TENSORS = 150_000
 MAX_NAME_BYTES = 4096
+MAX_NAMES_BYTES = 1 << 24
 MAX_METADATA_BYTES = 1 << 18
+MAX_METADATA_KEYS = 1000
 MAX_RANK = 64
 _MAX_ELEMENTS = (1 << 63) - 1
 _POINTER = b"version https://git-lfs"
@@ -29,10 +33,13 @@ DTYPE_BITS = {
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
-# The order and spacing that every writer uses; anything else takes the slow way with its exact messages.
-_USUAL_ENTRY = re.compile(
-    rb'\{"dtype": ?"([A-Z0-9_]{1,16})", ?"shape": ?\[((?:[0-9]{1,20}(?:, ?[0-9]{1,20}){0,7})?)\],'
-    rb' ?"data_offsets": ?\[([0-9]{1,20}), ?([0-9]{1,20})\]\}'
+# One field of an entry with what follows it, for speed: a shard of a large model has tens of thousands of entries.
+# What this does not match takes the slow way, which has the exact messages.
+_FIELD = re.compile(
+    rb'[ \t\r\n]*"(?:dtype" ?: ?"([A-Z0-9_]{1,16})"'
+    rb'|shape" ?: ?\[((?:N(?:, ?N){0,7})?)\]'
+    rb'|data_offsets" ?: ?\[(N), ?(N)\])'
+    rb"[ \t\r\n]*([,}])".replace(b"N", rb"(?:0|[1-9][0-9]{0,19})")
 )
 
 
@@ -117,29 +124,48 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, s
     scanner = Scanner(text, fail)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
+    names_bytes = 0
     for name in scanner.members(MAX_NAME_BYTES):
         if name == "__metadata__":
-            metadata = {key: scanner.string(MAX_METADATA_BYTES) for key in scanner.members(MAX_NAME_BYTES)}
+            metadata = _metadata(scanner)
             continue
-        if len(tensors) == MAX_TENSORS:
-            fail(f"at most {MAX_TENSORS} tensors", "more")
-        tensors[name] = _entry(path, name, scanner)
+        names_bytes += len(name)
+        if len(tensors) == MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
+            fail(f"at most {MAX_TENSORS} tensors with {MAX_NAMES_BYTES} bytes of names", "more")
+        entry = _usual_entry(scanner) or _unusual_entry(path, name, scanner)
+        _check_entry(path, name, entry)
+        tensors[name] = entry
     scanner.end()
     return tensors, metadata
 
 
-def _entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
-    scanner.peek()
-    usual = _USUAL_ENTRY.match(scanner.text, scanner.position)
-    if usual is not None:
-        scanner.position = usual.end()
-        dtype, shape_text, begin, end = usual.groups()
-        shape = tuple(map(int, shape_text.split(b","))) if shape_text else ()
-        entry = TensorEntry(dtype.decode(), shape, int(begin), int(end))
-    else:
-        entry = _unusual_entry(path, name, scanner)
-    _check_entry(path, name, entry)
-    return entry
+def _metadata(scanner: Scanner) -> dict[str, str]:
+    metadata: dict[str, str] = {}
+    for key in scanner.members(MAX_NAME_BYTES):
+        if len(metadata) == MAX_METADATA_KEYS:
+            scanner.fail(f"at most {MAX_METADATA_KEYS} metadata keys", "more")
+        metadata[key] = scanner.string(MAX_METADATA_BYTES)
+    return metadata
+
+
+def _usual_entry(scanner: Scanner) -> TensorEntry | None:
+    """The entry that stands here, or None, with nothing consumed, when it is not three plain fields."""
+    if scanner.peek() != b"{":
+        return None
+    position = scanner.position + 1
+    dtype = shape = begin = end = None
+    for follower in (b",", b",", b"}"):
+        field = _FIELD.match(scanner.text, position)
+        if field is None or field.group(5) != follower:
+            return None
+        position = field.end()
+        dtype, shape = field.group(1) or dtype, shape if field.group(2) is None else field.group(2)
+        begin, end = (begin, end) if field.group(3) is None else field.group(3, 4)
+    if dtype is None or shape is None or begin is None or end is None:
+        return None  # a field is there twice
+    scanner.position = position
+    sizes = tuple(map(int, shape.split(b","))) if shape else ()
+    return TensorEntry(sys.intern(dtype.decode()), sizes, int(begin), int(end))
 
 
 def _unusual_entry(path: Path, name: str, scanner: Scanner) -> TensorEntry:
@@ -164,16 +190,14 @@ def _check_entry(path: Path, name: str, entry: TensorEntry) -> None:
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
         _refuse(path, f"{name}: a dtype among {', '.join(DTYPE_BITS)}", entry.dtype)
-    if entry.begin < 0 or entry.end < entry.begin:
+    if not 0 <= entry.begin <= entry.end:
         _refuse(path, f"{name}: data_offsets [begin, end] with 0 <= begin <= end", f"[{entry.begin}, {entry.end}]")
-    elements = nonzero = 1
-    for size in entry.shape:
-        if size < 0:
-            _refuse(path, f"{name}: sizes of at least 0", str(list(entry.shape)))
-        elements *= size
-        nonzero *= size or 1
-        if nonzero > _MAX_ELEMENTS:
-            _refuse(path, f"{name}: at most 2**63 - 1 elements", str(list(entry.shape)))
+    elements = math.prod(entry.shape)
+    if min(entry.shape, default=0) < 0:
+        _refuse(path, f"{name}: sizes of at least 0", str(list(entry.shape)))
+    # A size of zero must not hide the others: 2**32 * 2**32 * 0 overflows in readers that multiply in order.
+    if (elements or math.prod(size or 1 for size in entry.shape)) > _MAX_ELEMENTS:
+        _refuse(path, f"{name}: at most 2**63 - 1 elements", str(list(entry.shape)))
     if elements * bits != 8 * (entry.end - entry.begin):
         allowed = f"{name}: {elements * bits / 8:g} bytes for {entry.dtype} {list(entry.shape)}"
         _refuse(path, allowed, f"{entry.end - entry.begin} bytes")

@@ -116,7 +116,9 @@ def _open_sharded(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, index, shards)
     held = sum(entry.end - entry.begin for entry in map(checkpoint.entry, index.weight_map))
     if index.total_size is not None and index.total_size != held:
-        _LOG.warning("%s: metadata.total_size is %d, the tensors it lists have %d", INDEX_NAME, index.total_size, held)
+        _LOG.warning(
+            "%s: metadata.total_size is %d, the tensors it lists have %d bytes", INDEX_NAME, index.total_size, held
+        )
     return checkpoint
 
 
