@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests import oracle
 
 Checkpoints = Callable[..., Path]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.conftest import poison_byte
 from torch import Tensor
 
 from page4.cache.layout import CacheLayout
@@ -18,7 +19,6 @@ from page4.codec import Scale
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.decoder import Model, StepOutput
 from page4.model.weights import load_model
-from tests.conftest import poison_byte
 
 
 @functools.lru_cache(maxsize=32)

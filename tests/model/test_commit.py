@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests import oracle
 from tests.model.conftest import Checkpoints
 from tests.model.lanes import Lane, Sequence

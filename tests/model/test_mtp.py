@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from page4.model.batch import RowSpan, StepBatch
 from tests import oracle
 from tests.model.conftest import Checkpoints
 from tests.model.lanes import Lane, Sequence, ragged
+
+from page4.model.batch import RowSpan, StepBatch
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": {},

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests import oracle
 from tests.model.conftest import Checkpoints
 from tests.model.lanes import Lane, ragged
+from torch import Tensor
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "indexer_head_dim": 32, "vocab_size": 160}
 GDN, QSA = "linear_attention", "indexed_attention"

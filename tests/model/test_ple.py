@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 
 import torch
+from tests import oracle
+from tests.model.conftest import Checkpoints
+from tests.model.lanes import Lane, ragged
 
 from page4.geometry import Geometry
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.ple import ngram_ids, shifted_tokens
-from tests import oracle
-from tests.model.conftest import Checkpoints
-from tests.model.lanes import Lane, ragged
 
 
 def _plain_shift(ids: list[int], position: int, shift: int, eos: int) -> int:
