@@ -36,8 +36,8 @@ class Qsa:
         self.heads, self.kv_heads, self.dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.index = geometry.index
         self.split = weights.split
-        self.in_proj, self.in_bias = Linear(weights.in_proj), weights.in_bias
-        self.o_proj, self.o_bias = Linear(weights.o_proj), weights.o_bias
+        self.in_proj = Linear(weights.in_proj, weights.in_bias)
+        self.o_proj = Linear(weights.o_proj, weights.o_bias)
         self.qk_norm = torch.cat((weights.q_norm.expand(self.heads, -1), weights.k_norm.expand(self.kv_heads, -1)))
         self.index_q_norm, self.index_k_norm = weights.index_q_norm, weights.index_k_norm
 
@@ -55,10 +55,7 @@ class Qsa:
         completed since are added, nothing is scored.
         """
         rows = batch.rows
-        projected = self.in_proj(x)
-        if self.in_bias is not None:
-            projected += self.in_bias
-        q_gate, k, v, index = projected.split_with_sizes(self.split, -1)
+        q_gate, k, v, index = self.in_proj(x).split_with_sizes(self.split, -1)
         q, gate = q_gate.view(-1, self.heads, 2 * self.dim).chunk(2, -1)
         k, v = (y.view(-1, self.kv_heads, self.dim) for y in (k, v))
         qk = rotate_(rms_norm(torch.cat((q, k), 1), self.qk_norm, self.eps), *cos_sin)
@@ -74,8 +71,7 @@ class Qsa:
         else:
             selection = extend(*reuse, rows.positions)
         heads = attend(q, layer_kv, selection, rows, gate=gate)
-        out = self.o_proj(heads.flatten(1))
-        return QsaOutput(out if self.o_bias is None else out + self.o_bias, selection, nonfinite)
+        return QsaOutput(self.o_proj(heads.flatten(1)), selection, nonfinite)
 
     def _index_keys(self, mean_keys: Tensor, first_positions: Tensor) -> Tensor:
         """mean_keys: [B, E], first_positions: [B] int64 -> [B, E]: the key of a block, normed and turned."""

@@ -9,6 +9,7 @@ Axes: n requests (or chunks), Hk key heads, Hv value heads (a multiple of Hk), W
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +35,15 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def _pair_decay(log_decay: Tensor) -> Tensor:
     """[n, Hv, W] -> [n, Hv, W, W]: exp(G_i - G_j) for j <= i, else 0."""
-    width = log_decay.shape[-1]
-    above = torch.full((width, width), float("-inf"), device=log_decay.device).triu_(1)
+    above = _above_diagonal(log_decay.shape[-1], log_decay.device)
     # Above the diagonal the difference can be large and positive: -inf goes in before exp.
     return (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).add_(above).exp_()
+
+
+@functools.lru_cache(maxsize=64)
+def _above_diagonal(width: int, device: torch.device) -> Tensor:
+    """[W, W]: -inf above the diagonal, 0 elsewhere."""
+    return torch.full((width, width), float("-inf"), device=device).triu_(1)
 
 
 def _products(q: Tensor, k: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,12 +18,13 @@ class Mixer:
         self.count, self.hidden, self.eps = geometry.hc_count, geometry.hidden_size, geometry.rms_norm_eps
         self.lowrank = geometry.hc_lowrank
         self.norm = weights.norm.view(self.count, self.hidden)
-        self.down, self.up = Linear(weights.down), Linear(weights.up)
+        # The model divides the projection by C: done once here, it costs a step nothing.
+        self.down, self.up = Linear(weights.down / self.count), Linear(weights.up)
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """streams: [R, C, hidden] -> mixed [R, hidden], and the down projection / C [R, lowrank (+ C)]."""
+        """streams: [R, C, hidden] -> mixed [R, hidden], and the scaled down projection [R, lowrank (+ C)]."""
         normed = rms_norm(streams, self.norm, self.eps)
-        low = self.down(normed.flatten(1)).div_(self.count)
+        low = self.down(normed.flatten(1))
         weight = self.up(F.silu(low[:, : self.lowrank])).sigmoid_().view_as(normed)
         return weight.mul_(normed).mean(1), low
 
@@ -40,4 +40,4 @@ class Hyper(Mixer):
     @staticmethod
     def leave(streams: Tensor, block_out: Tensor, injection: Tensor) -> Tensor:
         """Adds 2 * injection * block_out: [R, hidden] to the streams, in place."""
-        return torch.Tensor.addcmul_(streams, injection, block_out.unsqueeze(1), value=2)
+        return streams.addcmul_(injection, block_out.unsqueeze(1), value=2)

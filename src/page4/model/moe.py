@@ -10,6 +10,10 @@ from page4.geometry import Geometry
 from page4.model.linear import Linear
 from page4.model.weight_tree import MoeWeights
 
+# With few rows and few experts, reading all experts in two large products costs less than a loop over the chosen ones.
+DENSE_ROWS = 64
+DENSE_EXPERTS_PER_CHOICE = 4
+
 
 class Moe:
     """Softmax over all experts in fp32, the top k of them, and a shared expert behind a sigmoid gate."""
@@ -17,16 +21,31 @@ class Moe:
     def __init__(self, weights: MoeWeights, geometry: Geometry) -> None:
         moe = geometry.moe
         self.num_experts, self.top_k, self.normalise = moe.num_experts, moe.top_k, moe.norm_topk_prob
+        self.routed = moe.num_experts * moe.intermediate
         self.router = Linear(weights.router)
         self.gate_up, self.down = weights.gate_up, weights.down
         self.shared_gate_up, self.shared_down = Linear(weights.shared_gate_up), Linear(weights.shared_down)
+        self.has_dense = moe.num_experts <= DENSE_EXPERTS_PER_CHOICE * moe.top_k
+        if self.has_dense:
+            self._fuse(weights)
+
+    def _fuse(self, weights: MoeWeights) -> None:
+        """One matrix into all experts (gates, ups, router) and one out of them; the shared expert is the last."""
+        gate, up = weights.gate_up.chunk(2, 1)
+        shared_gate, shared_up = weights.shared_gate_up.chunk(2)
+        parts = (gate.flatten(0, 1), shared_gate, up.flatten(0, 1), shared_up, weights.router)
+        self.inner = self.routed + len(shared_gate)
+        self.dense_in = Linear(torch.cat(parts))
+        self.dense_out = Linear(torch.cat((weights.down.transpose(0, 1).flatten(1), weights.shared_down), 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [R, hidden] -> [R, hidden]."""
+        if self.has_dense and x.shape[0] <= DENSE_ROWS:
+            return self._dense(x)
         logits = self.router(x)
         scores, chosen = self._route(logits[:, : self.num_experts])
         gate, up = self.shared_gate_up(x).chunk(2, -1)
-        out = self.shared_down(F.silu(gate) * up).mul_(logits[:, self.num_experts :].sigmoid())
+        out = self.shared_down(F.silu(gate).mul_(up)).mul_(logits[:, self.num_experts :].sigmoid())
         return self._experts(x, scores, chosen, out)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,18 +55,27 @@ class Moe:
             scores = scores / scores.sum(-1, keepdim=True)
         return scores.to(logits.dtype), chosen
 
+    def _dense(self, x: Tensor) -> Tensor:
+        """All experts for all rows, weighted before the way out; the unchosen weigh nothing, whatever they hold."""
+        gate, up, logits = self.dense_in(x).split_with_sizes((self.inner, self.inner, self.num_experts + 1), -1)
+        scores, chosen = self._route(logits[:, : self.num_experts])
+        weights = torch.zeros_like(logits).scatter_(1, chosen, scores)[:, : self.num_experts].unsqueeze(-1)
+        inner = F.silu(gate).mul_(up)
+        routed = inner[:, : self.routed].view(x.shape[0], self.num_experts, -1)
+        # 0 * inf is NaN: an unchosen expert that overflows is replaced, not multiplied away.
+        routed.mul_(weights).masked_fill_(weights == 0, 0.0)
+        inner[:, self.routed :].mul_(logits[:, self.num_experts :].sigmoid())
+        return self.dense_out(inner)
+
     def _experts(self, x: Tensor, scores: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         """Adds the routed experts to out: [R, hidden], one expert at a time."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.num_experts).tolist()
-        rows, weights = order // self.top_k, scores.flatten()[order].unsqueeze(-1)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            mine = rows[start : start + count]
-            gate, up = F.linear(x[mine], self.gate_up[expert]).chunk(2, -1)
-            y = F.linear(F.silu(gate) * up, self.down[expert]).mul_(weights[start : start + count])
-            out.index_add_(0, mine, y)
-            start += count
+        rows = order // self.top_k
+        inputs, weights = x[rows], scores.flatten()[order].unsqueeze(-1)
+        parts = zip(*(y.split_with_sizes(counts) for y in (inputs, rows, weights)), strict=True)
+        for expert, (mine, row, weight) in enumerate(parts):
+            if len(row):
+                gate, up = F.linear(mine, self.gate_up[expert]).chunk(2, -1)
+                out.index_add_(0, row, F.linear(F.silu(gate).mul_(up), self.down[expert]).mul_(weight))
         return out
