@@ -11,6 +11,7 @@ from torch import Tensor
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.batch import StepBatch
+from page4.model.delta import Accepted
 from page4.model.groups import Group
 from page4.model.hyper import Mixer
 from page4.model.layer import Layer, LayerPending
@@ -88,12 +89,12 @@ class Model:
         return self.lm_head(mixed).float()
 
 
-def _accepted(group: Group, accepted_rows: Tensor | None) -> Tensor | None:
-    """The group's part of `accepted_rows`: [n] int64; None for a long span."""
+def _accepted(group: Group, accepted_rows: Tensor | None) -> Accepted | None:
+    """The group's part of `accepted_rows`: [N] int64; None for a long span."""
     if group.is_window:
         if accepted_rows is None:
-            return torch.tensor(group.lengths, device=group.request_index.device)
-        return accepted_rows[group.request_index]
+            return Accepted.of(torch.tensor(group.lengths, device=group.request_index.device), group.width)
+        return Accepted.of(accepted_rows[group.request_index], group.width)
     if accepted_rows is not None and accepted_rows.device.type == "cpu":
         got = int(accepted_rows[group.requests[0]])
         assert got == group.width, f"a span of {group.width} rows commits whole, not {got} rows"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ROWS = 64
+SEGMENT_ROWS = 8 * CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class DeltaWindow:
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[n, Hk, ...] -> [n, heads, ...]: value head h reads key head h // (Hv / Hk)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    if x.shape[1] == heads:
+        return x
+    return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], *x.shape[2:]).reshape(x.shape[0], heads, *x.shape[2:])
 
 
 def _pair_decay(log_decay: Tensor) -> Tensor:
@@ -46,78 +49,93 @@ def _above_diagonal(width: int, device: torch.device) -> Tensor:
     return torch.full((width, width), float("-inf"), device=device).triu_(1)
 
 
-def _products(q: Tensor, k: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads (q_i.k_j decayed, j <= i) and the system A, both [n, Hv, W, W]; A's diagonal and above are not used."""
-    n, key_heads, width, dim = k.shape
-    both = torch.cat((q, k), 2).view(n * key_heads, 2 * width, dim)
-    dots = torch.bmm(both, k.reshape(n * key_heads, width, dim).transpose(1, 2))
-    dots = _repeat_heads(dots.view(n, key_heads, 2 * width, width), decay.shape[1])
-    reads = dots[:, :, :width] * decay
-    return reads, (dots[:, :, width:] * decay).mul_(beta.unsqueeze(-1))
-
-
-def delta_window(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, DeltaWindow]:
+def delta_window(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, DeltaWindow]:
     """A short window without advancing the state.
 
-    q, k: [n, Hk, W, Dk] (normalised; q scaled), v: [n, Hv, W, Dv], log_decay, beta: [n, Hv, W] (g of each row),
-    state: [n, Hv, Dk, Dv] -> out: [n, Hv, W, Dv] and what `advance` needs.
+    qk: [n, Hk, 2 * W, Dk] (W queries, scaled, then W keys; all normalised), v: [n, Hv, W, Dv], log_decay, beta:
+    [n, Hv, W] (g of each row), state: [n, Hv, Dk, Dv] -> out: [n, Hv, W, Dv] and what `advance` needs.
     """
-    heads, width = v.shape[1], v.shape[2]
+    n, heads, width, value_dim = v.shape
     log_decay = log_decay.cumsum(-1)
-    keys = _repeat_heads(k, heads)
-    reads, system = _products(q, k, _pair_decay(log_decay), beta)
-    old = torch.matmul(torch.cat((_repeat_heads(q, heads), keys), 2), state)
+    both = _repeat_heads(qk, heads).reshape(n * heads, 2 * width, -1)
+    keys = both[:, width:]
+    dots = torch.bmm(both, keys.transpose(1, 2)).view(n, heads, 2, width, width)
+    reads, system = dots.mul_(_pair_decay(log_decay).unsqueeze(2)).unbind(2)
+    system.mul_(beta.unsqueeze(-1))
+    old = torch.bmm(both, state.reshape(n * heads, -1, value_dim)).view(n, heads, 2 * width, value_dim)
     decay = log_decay.exp().unsqueeze(-1)
     rhs = torch.addcmul(v, old[:, :, width:], decay, value=-1).mul_(beta.unsqueeze(-1))
     updates = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     out = torch.matmul(reads, updates).addcmul_(old[:, :, :width], decay)
-    return out, DeltaWindow(keys, updates, log_decay)
+    return out, DeltaWindow(keys.view(n, heads, width, -1), updates, log_decay)
 
 
-def advance(window: DeltaWindow, state: Tensor, accepted: Tensor) -> Tensor:
-    """The state after exactly the first `accepted` rows: [n] int64 in 0..W; state: [n, Hv, Dk, Dv] is not modified.
+@dataclass(frozen=True)
+class Accepted:
+    """The rows that a commit keeps, for windows of W rows: counts [n] int64, kept [n, 1, W] bool."""
 
-    Rows after the accepted ones are replaced by zeros before any product, so not even a NaN of theirs gets through.
+    counts: Tensor
+    kept: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor, width: int) -> Accepted:
+        """counts: [n] int64, each in 0..width."""
+        return cls(counts, (torch.arange(width, device=counts.device) < counts.unsqueeze(1)).unsqueeze(1))
+
+
+def advance(window: DeltaWindow, accepted: Accepted) -> tuple[Tensor, Tensor]:
+    """What turns S0 into the state after exactly the accepted rows: decay [n, Hv, 1, 1], update [n, Hv, Dk, Dv].
+
+    S = decay * S0 + update. Rows after the accepted ones are replaced by zeros before any product, so not even a NaN
+    of theirs gets through.
     """
-    width = window.log_decay.shape[-1]
-    kept = torch.arange(width, device=accepted.device) < accepted.unsqueeze(1)
-    kept = kept[:, None, :]
-    total = F.pad(window.log_decay, (1, 0)).gather(-1, accepted[:, None, None].expand(-1, state.shape[1], 1))
-    weight = (total - window.log_decay).masked_fill_(~kept, float("-inf")).exp_()
-    keys = torch.where(kept.unsqueeze(-1), window.keys * weight.unsqueeze(-1), 0.0)
-    updates = torch.where(kept.unsqueeze(-1), window.updates, 0.0)
-    return torch.matmul(keys.transpose(-1, -2), updates).addcmul_(state, total.exp().unsqueeze(-1))
+    last = (accepted.counts - 1).clamp_min_(0)[:, None, None].expand(-1, window.log_decay.shape[1], 1)
+    total = window.log_decay.gather(-1, last).masked_fill_(accepted.counts[:, None, None] == 0, 0.0)
+    weight = (total - window.log_decay).masked_fill_(~accepted.kept, float("-inf")).exp_()
+    kept = accepted.kept.unsqueeze(-1)
+    keys = torch.where(kept, window.keys * weight.unsqueeze(-1), 0.0)
+    updates = torch.where(kept, window.updates, 0.0)
+    return total.exp_().unsqueeze(-1), torch.matmul(keys.transpose(-1, -2), updates)
 
 
-def delta_chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One long span in chunks of CHUNK_ROWS; returns out [T, Hv, Dv] and the state after its last row [Hv, Dk, Dv].
+def delta_chunks(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One long span; returns out [T, Hv, Dv] and the state after its last row [Hv, Dk, Dv].
 
-    q, k: [T, Hk, Dk], v: [T, Hv, Dv], log_decay, beta: [T, Hv], state: [Hv, Dk, Dv] (not modified).
+    qk: [T, 2 * Hk, Dk] (query heads, scaled, then key heads; normalised), v: [T, Hv, Dv], log_decay, beta: [T, Hv],
+    state: [Hv, Dk, Dv] (not modified). Segments bound the workspace and keep it in the cache of a CPU core.
     """
+    state, outs = state.clone(), []
+    for start in range(0, v.shape[0], SEGMENT_ROWS):
+        rows = slice(start, start + SEGMENT_ROWS)
+        outs.append(_segment(qk[rows], v[rows], log_decay[rows], beta[rows], state))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)), state
+
+
+def _segment(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The chunks of one segment; advances `state` in place."""
     length, heads = v.shape[:2]
     # Padding rows have k = 0, beta = 0 and g = 0: they change neither the state nor its decay.
-    q, k, v, log_decay, beta = (_chunked(x) for x in (q, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    log_decay, beta = log_decay.squeeze(-1).cumsum(-1), beta.squeeze(-1)
+    qk, v, log_decay, beta = (_chunked(x) for x in (qk, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1)))
+    log_decay = log_decay.squeeze(-1).cumsum(-1)
+    q, k = qk.chunk(2, 1)
+    system = _repeat_heads(torch.matmul(k, k.transpose(2, 3)), heads)
+    reads = _repeat_heads(torch.matmul(q, k.transpose(2, 3)), heads)
+    pairs, decay = _pair_decay(log_decay), log_decay.exp().unsqueeze(-1)
+    reads, system = reads * pairs, (system * pairs).mul_(beta)
     keys = _repeat_heads(k, heads)
-    reads, system = _products(q, k, _pair_decay(log_decay), beta)
-    decay = log_decay.exp().unsqueeze(-1)
-    rhs = torch.cat((v, keys * decay), -1).mul_(beta.unsqueeze(-1))
+    rhs = torch.cat((v, keys * decay), -1).mul_(beta)
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     fresh, known = solved.split_with_sizes((v.shape[-1], keys.shape[-1]), -1)
     # Both read the state at the chunk's start, so they go into one product.
     readers = torch.cat((known, _repeat_heads(q, heads) * decay), 2)
     writers = keys.mul((log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1)).transpose(-1, -2)
-    state, out = state.clone(), torch.empty_like(v)
+    out = torch.empty_like(v)
     for chunk in range(v.shape[0]):
         old = torch.bmm(readers[chunk], state)
         updates = fresh[chunk] - old[:, :CHUNK_ROWS]
         torch.baddbmm(old[:, CHUNK_ROWS:], reads[chunk], updates, out=out[chunk])
         state.mul_(decay[chunk, :, -1:]).baddbmm_(writers[chunk], updates)
-    return out.transpose(1, 2).flatten(0, 1)[:length], state
+    return out.transpose(1, 2).flatten(0, 1)[:length]
 
 
 def _chunked(x: Tensor) -> Tensor:

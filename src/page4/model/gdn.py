@@ -15,7 +15,7 @@ from torch import Tensor
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.conv import causal_conv, window_after
-from page4.model.delta import DeltaWindow, advance, delta_chunks, delta_window
+from page4.model.delta import Accepted, DeltaWindow, advance, delta_chunks, delta_window
 from page4.model.groups import Group
 from page4.model.linear import Linear
 from page4.model.norms import inverse_rms, unit_norm
@@ -68,24 +68,26 @@ class Gdn:
         """The rows of one group -> out [n, W, Hv, Dv] fp32."""
         before = group.read(arena.conv(self.layer)).transpose(1, 2)
         inputs = torch.cat((before, group.gather(qkv)), 1)
-        mixed = F.silu(causal_conv(inputs, self.conv)).float()
-        q, k, v = self._heads(mixed)
+        qk, v = self._heads(F.silu(causal_conv(inputs, self.conv)).float())
         g, beta = group.gather(log_decay), group.gather(beta)
         state = group.read(arena.recurrent(self.layer))
         if not group.is_window:
-            out, final = delta_chunks(q[0], k[0], v[0], g[0], beta[0], state[0])
+            out, final = delta_chunks(qk[0], v[0], g[0], beta[0], state[0])
             tail = inputs[:, inputs.shape[1] - before.shape[1] :].clone()
             return out.unsqueeze(0), GdnPending(tail, None, final.unsqueeze(0))
-        q, k, v, g, beta = (y.transpose(1, 2) for y in (q, k, v, g, beta))
-        out, window = delta_window(q, k, v, g, beta, state)
+        n, width = v.shape[:2]
+        qk = qk.view(n, width, 2, self.key_heads, self.key_dim).permute(0, 3, 2, 1, 4)
+        qk = qk.reshape(n, self.key_heads, 2 * width, self.key_dim)
+        out, window = delta_window(qk, v.transpose(1, 2), g.transpose(1, 2), beta.transpose(1, 2), state)
         return out.transpose(1, 2), GdnPending(inputs, window, None)
 
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """mixed: [n, W, conv_dim] fp32 -> q, k: [n, W, Hk, Dk] unit vectors (q over sqrt(Dk)), v: [n, W, Hv, Dv]."""
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """mixed: [n, W, conv_dim] fp32 -> qk: [n, W, 2 * Hk, Dk] unit vectors (q over sqrt(Dk)), v: [n, W, Hv, Dv]."""
         keys = self.key_heads * self.key_dim
         qk, v = mixed.split_with_sizes((2 * keys, self.value_heads * self.value_dim), -1)
-        q, k = unit_norm(qk.view(*qk.shape[:2], 2 * self.key_heads, self.key_dim)).chunk(2, 2)
-        return q * self.key_dim**-0.5, k, v.view(*v.shape[:2], self.value_heads, self.value_dim)
+        qk = unit_norm(qk.view(*qk.shape[:2], 2 * self.key_heads, self.key_dim))
+        qk[:, :, : self.key_heads].mul_(self.key_dim**-0.5)
+        return qk, v.view(*v.shape[:2], self.value_heads, self.value_dim)
 
     def _gated_norm(self, heads: Tensor, z: Tensor) -> Tensor:
         """heads: [R, Hv, Dv], z: [R, Hv * Dv] -> [R, Hv * Dv]: RMSNorm times weight, then the activated gate."""
@@ -93,8 +95,8 @@ class Gdn:
         normed = (wide * inverse_rms(wide, self.eps)).to(heads.dtype) * self.norm
         return (normed.flatten(1) * self.activate(z.float())).to(heads.dtype)
 
-    def commit(self, pending: GdnPending, group: Group, accepted: Tensor | None, arena: Arena) -> None:
-        """Advances this group's states by its first `accepted` rows: [n] int64; None accepts all of them."""
+    def commit(self, pending: GdnPending, group: Group, accepted: Accepted | None, arena: Arena) -> None:
+        """Advances this group's states by its accepted rows; None for a long span, which keeps all of them."""
         conv, recurrent = arena.conv(self.layer), arena.recurrent(self.layer)
         if pending.window is None:
             assert pending.state is not None
@@ -102,5 +104,9 @@ class Gdn:
             recurrent[group.slots] = pending.state
             return
         assert accepted is not None
-        conv[group.slots] = window_after(pending.conv_inputs, accepted, conv.shape[-1]).transpose(1, 2)
-        recurrent[group.slots] = advance(pending.window, group.read(recurrent), accepted)
+        conv[group.slots] = window_after(pending.conv_inputs, accepted.counts, conv.shape[-1]).transpose(1, 2)
+        decay, update = advance(pending.window, accepted)
+        if isinstance(group.slots, slice):
+            recurrent[group.slots].mul_(decay).add_(update)
+        else:
+            recurrent[group.slots] = update.addcmul_(recurrent[group.slots], decay)

@@ -10,6 +10,7 @@ from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.attention import Qsa
 from page4.model.batch import StepBatch
+from page4.model.delta import Accepted
 from page4.model.gdn import Gdn, GdnPending
 from page4.model.groups import Group
 from page4.model.hyper import Hyper
@@ -76,9 +77,9 @@ class Layer:
         return LayerOutput(streams, LayerPending(gdn_pending, ple_pending), selection, nonfinite)
 
     def commit(
-        self, pending: LayerPending, groups: tuple[Group, ...], accepted: list[Tensor | None], arena: Arena
+        self, pending: LayerPending, groups: tuple[Group, ...], accepted: list[Accepted | None], arena: Arena
     ) -> None:
-        """accepted: for each group [n] int64, or None for a long span."""
+        """accepted: for each group, None for a long span."""
         if self.gdn is not None:
             for gdn_entry, group, count in zip(pending.gdn, groups, accepted, strict=True):
                 self.gdn.commit(gdn_entry, group, count, arena)

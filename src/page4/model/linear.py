@@ -17,6 +17,10 @@ PACKED_ELEMENTS = 100_000
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
+# The overload itself: looking it up by name at every call costs as much as a small product.
+_packed_linear: Callable[..., Tensor] | None = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
+
 class Linear:
     """weight: [out, in], bias: [out] or None; calling it maps [..., in] to [..., out] in the weight's dtype."""
 
@@ -27,9 +31,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., in] -> [..., out]."""
-        if self.packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return out
+        if self.packed and _packed_linear is not None:
+            return _packed_linear(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
 
@@ -38,7 +41,7 @@ def can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
         return False
     available: Callable[[], bool] = torch.backends.mkldnn.is_available
-    if not (available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+    if not (available() and _packed_linear is not None):
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -13,6 +13,7 @@ from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.batch import StepBatch
 from page4.model.conv import causal_conv, window_after
+from page4.model.delta import Accepted
 from page4.model.groups import Group
 from page4.model.linear import Linear
 from page4.model.norms import rms_norm
@@ -98,11 +99,11 @@ class Ple:
             pending.append(PlePending(kept))
         return out, tuple(pending)
 
-    def commit(self, pending: PlePending, group: Group, accepted: Tensor | None, arena: Arena) -> None:
-        """Advances this group's conv states by its first `accepted` rows: [n] int64; None accepts all of them."""
+    def commit(self, pending: PlePending, group: Group, accepted: Accepted | None, arena: Arena) -> None:
+        """Advances this group's conv states by its accepted rows; None for a long span, which keeps all of them."""
         state = arena.ple(self.layer)
         if group.is_window:
             assert accepted is not None
-            state[group.slots] = window_after(pending.conv_inputs, accepted, state.shape[1])
+            state[group.slots] = window_after(pending.conv_inputs, accepted.counts, state.shape[1])
         else:
             state[group.slots] = pending.conv_inputs
