@@ -22,6 +22,8 @@ from page4.select import Selection, visible_blocks
 
 Route = Literal["auto", "generic", "xqa", "grouped"]
 GROUP_ROWS = 8
+FEW_ROWS = 8
+MAX_ROWS_AT_ONCE = 64
 # K and V that one chunk of tiles gathers.
 WORKSPACE_BYTES = 48 << 20
 route_counts: Counter[str] = Counter()
@@ -33,6 +35,8 @@ def choose_route(rows_of_requests: tuple[int, ...] | None, *, grouped_allowed: b
         return "xqa", "rows are not known on the host to be neighbours"
     if max(rows_of_requests, default=0) <= 1:
         return "xqa", "one row a request shares nothing"
+    if sum(rows_of_requests) <= FEW_ROWS:
+        return "xqa", "a few rows are gathered sooner than their union is found"
     if not grouped_allowed:
         return "xqa", "PAGE4_GROUPED is 0"
     return "grouped", "neighbouring rows share most of their blocks"
@@ -91,7 +95,10 @@ def attend(
     route_counts[route] += 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     width = GROUP_ROWS if route == "grouped" else 1
-    out, lse = _tiled(q, layer_kv, selection, rows, width, scale)
+    if width == 1 and not return_lse and rows.row_starts is not None and rows.num_rows <= MAX_ROWS_AT_ONCE:
+        out = _row_by_row(q, layer_kv, selection, rows, scale)
+    else:
+        out, lse = _tiled(q, layer_kv, selection, rows, width, scale)
     if gate is not None:
         out.mul_(gate.float().sigmoid())
     out = out.to(q.dtype)
@@ -109,6 +116,22 @@ def _check(q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, gate:
         raise KernelError(message("selection", allowed=allowed, got=got, do="select for the same rows"))
     if gate is not None and gate.shape != q.shape:
         raise KernelError(message("gate", allowed=list(q.shape), got=list(gate.shape), do="pass one gate a query"))
+
+
+def _row_by_row(q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, scale: float) -> Tensor:
+    """Every row with its own blocks, then its tail block: no union to find. Only for steps without padding rows."""
+    positions = rows.positions.unsqueeze(1)
+    blocks = torch.cat((selection.block_ids.long(), visible_blocks(positions)), 1)
+    tokens = (blocks * 4).unsqueeze(-1) + torch.arange(4, device=blocks.device)
+    # Also off: the tail block of a row that just completed a block, whose page may not even exist.
+    attended = ((tokens >= 0) & (tokens <= positions.unsqueeze(-1))).flatten(1)
+    blocks = torch.minimum(blocks.clamp_min_(0), positions // 4)
+    page_blocks = layer_kv.page_tokens // 4
+    page = rows.block_table[rows.request_of_row.unsqueeze(1), blocks // page_blocks].long()
+    k, v = torch_fast.gather_blocks(layer_kv.k, layer_kv.v, page, blocks % page_blocks, ~attended)
+    k_scale = 1.0 if layer_kv.k_scale is None else layer_kv.k_scale.value
+    v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
+    return torch_fast.row_attention(q.float(), k, v, attended, scale * k_scale, v_scale)
 
 
 def _tiled(

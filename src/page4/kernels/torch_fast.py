@@ -93,6 +93,56 @@ def gather_tokens(k: Tensor, v: Tensor, page: Tensor, offset: Tensor, unattended
     return parts[0], parts[1]
 
 
+def gather_blocks(k: Tensor, v: Tensor, page: Tensor, block: Tensor, unattended: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of whole blocks for every KV head, tokens that nobody attends to zeroed.
+
+    k, v: [P, S, J, D] strided with unit stride in D; page, block: [T, B] int64 (block: in its page, 0 .. S/4 - 1);
+    unattended: [T, 4 * B] bool. Returns two [T * J, 4 * B, D] fp32. In our own arena the four tokens of a block are one
+    contiguous run for each KV head, and so one row to copy; any other layout goes token by token.
+    """
+    tiles, count = page.shape
+    kv_heads, dim = k.shape[2:]
+    page_stride, token_stride, head_stride = k.stride()[:3]
+    side_by_side = (
+        token_stride == 2 * dim
+        and v.stride() == k.stride()
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        and v.storage_offset() - k.storage_offset() == dim
+    )
+    if not side_by_side:
+        offset = (block.unsqueeze(-1) * 4 + torch.arange(4, device=page.device)).flatten(1)
+        return gather_tokens(k, v, page.repeat_interleave(4, 1), offset, unattended)
+    length = 8 * dim
+    unit = math.gcd(page_stride, head_stride, length)
+    last = (k.shape[0] - 1) * page_stride + (kv_heads - 1) * head_stride + (k.shape[1] - 4) * token_stride
+    flat = k.as_strided((last // unit + 1, length), (unit, 1), k.storage_offset())
+    place = page * (page_stride // unit) + block * (length // unit)
+    if kv_heads > 1:
+        heads = torch.arange(kv_heads, device=page.device) * (head_stride // unit)
+        place = place.unsqueeze(1) + heads.view(1, -1, 1)
+    taken = flat.index_select(0, place.view(-1))
+    values = (decode(taken) if taken.dtype == torch.uint8 else taken.float()).view(-1, 2 * dim)
+    dead = unattended.unsqueeze(1).expand(-1, kv_heads, -1).reshape(-1).nonzero().squeeze(1)
+    values = values.index_fill_(0, dead, 0.0).view(tiles * kv_heads, 4 * count, 2 * dim)
+    return values[..., :dim], values[..., dim:]
+
+
+def row_attention(
+    q: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax_scale: float, v_scale: float = 1.0
+) -> Tensor:
+    """Softmax attention of single rows: q [R, H, D] fp32, k, v [R * J, W, D] fp32, attended [R, W] bool -> [R, H, D].
+
+    Every row attends to at least one token.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[0] // rows
+    queries = (q * softmax_scale).view(rows * kv_heads, heads // kv_heads, dim)
+    logits = torch.bmm(queries, k.transpose(1, 2)).view(rows, heads, -1)
+    weights = logits.masked_fill_(~attended.unsqueeze(1), -math.inf).softmax(-1)
+    out = torch.bmm(weights.view(rows * kv_heads, heads // kv_heads, -1), v).view(rows, heads, dim)
+    return out if v_scale == 1.0 else out.mul_(v_scale)
+
+
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, attended: Tensor, softmax_scale: float, v_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
