@@ -7,7 +7,9 @@ positions alone. Padding rows (position -1) write nothing, so page 0 is never to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def append_kv(layer_kv: LayerKV, k: Tensor, v: Tensor, rows: Rows) -> Tensor | N
     for name, x in (("k", k), ("v", v)):
         if list(x.shape) != allowed:
             raise CacheError(message(name, allowed=allowed, got=list(x.shape), do="pass one row a token"))
-    page, offset, real = _addresses(rows, layer_kv.page_tokens)
+    page, offset, real = rows.once(("kv", layer_kv.page_tokens), lambda: _addresses(rows, layer_kv.page_tokens))
     if real is not None:
         k, v = k[real], v[real]
     for side, (view, x, scale) in enumerate(
@@ -68,27 +70,78 @@ def append_index(
     makes the block key of the mean [B, E] (fp32 mean of its 4 raw keys, in the keys' dtype) and the position [B] of its
     first token. Raw keys of earlier tokens come from the ring, where the newest 16 of a request lie at position % 16.
     """
+    plan = rows.once(("index", pooled.shape[1]), lambda: _index_plan(rows, pooled.shape[1] * BLOCK_TOKENS))
+    if plan.own_rows.numel():
+        keys = raw_keys[plan.own_rows]
+        if plan.here is not None:
+            old = ring[state_slots[plan.requests].unsqueeze(1), plan.old_places].to(raw_keys.dtype)
+            keys = torch.where(plan.here.unsqueeze(-1), keys, old)
+        mean = keys.float().mean(1).to(raw_keys.dtype)
+        pooled[plan.page, plan.block] = norm_and_rope(mean, plan.first).to(pooled.dtype)
+    newest = raw_keys if plan.newest is None else raw_keys[plan.newest]
+    ring[state_slots[plan.newest_requests], plan.newest_places] = newest.to(ring.dtype)
+
+
+@dataclass(frozen=True)
+class _IndexPlan:
+    """B blocks that the rows of a step complete, and the rows whose raw keys the ring keeps. All int64.
+
+    own_rows: [B, 4] rows of a block's tokens; here: [B, 4] bool, tokens of this step (None: all of them);
+    old_places: [B, 4] ring places of the others; requests, first, page, block: [B], the block's request, first
+    position, page and place in the page; newest: [M] rows kept (None: all), newest_requests, newest_places: [M].
+    """
+
+    own_rows: Tensor
+    here: Tensor | None
+    old_places: Tensor
+    requests: Tensor
+    first: Tensor
+    page: Tensor
+    block: Tensor
+    newest: Tensor | None
+    newest_requests: Tensor
+    newest_places: Tensor
+
+
+def _index_plan(rows: Rows, page_tokens: int) -> _IndexPlan:
     positions, requests = rows.positions, rows.request_of_row
     row_ids = torch.arange(rows.num_rows, device=positions.device)
-    ends = (positions >= 0) & (positions % BLOCK_TOKENS == BLOCK_TOKENS - 1)
-    closing = ends.nonzero().squeeze(1)
     first_rows, first_positions = _starts(rows)
-    if closing.numel():
-        last = positions[closing]
-        back = torch.arange(BLOCK_TOKENS - 1, -1, -1, device=positions.device)
-        token_positions = last.unsqueeze(1) - back
-        token_requests = requests[closing].unsqueeze(1)
-        here = token_positions >= first_positions[token_requests]
-        own = raw_keys[(row_ids[closing].unsqueeze(1) - back).clamp_min(0)]
-        old = ring[state_slots[token_requests], token_positions % RING_TOKENS].to(raw_keys.dtype)
-        keys = torch.where(here.unsqueeze(-1), own, old)
-        mean = keys.float().mean(1).to(raw_keys.dtype)
-        first = last - (BLOCK_TOKENS - 1)
-        page_tokens = pooled.shape[1] * BLOCK_TOKENS
-        page, offset = rows.pages_of(first, requests[closing], page_tokens)
-        pooled[page, offset // BLOCK_TOKENS] = norm_and_rope(mean, first).to(pooled.dtype)
+    closing = _closing(rows)
+    last = positions[closing]
+    back = torch.arange(BLOCK_TOKENS - 1, -1, -1, device=positions.device)
+    token_positions = last.unsqueeze(1) - back
+    closing_requests = requests[closing]
+    here = token_positions >= first_positions[closing_requests].unsqueeze(1)
+    first = last - (BLOCK_TOKENS - 1)
+    page, offset = rows.pages_of(first, closing_requests, page_tokens)
     newest = _newest(rows, first_rows, row_ids)
-    ring[state_slots[requests[newest]], positions[newest] % RING_TOKENS] = raw_keys[newest].to(ring.dtype)
+    kept = row_ids if newest is None else newest
+    return _IndexPlan(
+        own_rows=(closing.unsqueeze(1) - back).clamp_min(0),
+        here=here,
+        old_places=token_positions % RING_TOKENS,
+        requests=closing_requests,
+        first=first,
+        page=page,
+        block=offset // BLOCK_TOKENS,
+        newest=newest,
+        newest_requests=requests[kept],
+        newest_places=positions[kept] % RING_TOKENS,
+    )
+
+
+def _closing(rows: Rows) -> Tensor:
+    """Rows that complete a block: [B] int64; found on the host when it knows the rows."""
+    if rows.row_starts is None or rows.first_positions is None:
+        ends = (rows.positions >= 0) & (rows.positions % BLOCK_TOKENS == BLOCK_TOKENS - 1)
+        return ends.nonzero().squeeze(1)
+    found = [
+        row
+        for (start, end), first in zip(itertools.pairwise(rows.row_starts), rows.first_positions, strict=True)
+        for row in range(start + (BLOCK_TOKENS - 1 - first) % BLOCK_TOKENS, end, BLOCK_TOKENS)
+    ]
+    return torch.tensor(found, dtype=torch.int64, device=rows.positions.device)
 
 
 def _addresses(rows: Rows, page_tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -118,12 +171,12 @@ def _starts(rows: Rows) -> tuple[Tensor, Tensor]:
     return first_rows, first_positions
 
 
-def _newest(rows: Rows, first_rows: Tensor, row_ids: Tensor) -> Tensor:
-    """Rows whose raw key goes into the ring: the newest 16 of each request, so that no two share a place."""
+def _newest(rows: Rows, first_rows: Tensor, row_ids: Tensor) -> Tensor | None:
+    """Rows whose raw key goes into the ring: the newest 16 of each request, so that no two share a place; None: all."""
     if rows.row_starts is not None:
         spans = zip(rows.row_starts, rows.row_starts[1:], strict=False)
         if all(end - start <= RING_TOKENS for start, end in spans):
-            return row_ids
+            return None
     real = rows.positions >= 0
     counts = torch.zeros(rows.num_requests, dtype=torch.int64, device=row_ids.device)
     counts.scatter_add_(0, rows.request_of_row[real], torch.ones_like(row_ids[real]))

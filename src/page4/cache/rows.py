@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from page4.errors import CacheError, message
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class Rows:
     block_table: Tensor
     row_starts: tuple[int, ...] | None = None
     first_positions: tuple[int, ...] | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned the first time: the layers of a step share what depends on its rows alone."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: T = self._memo[key]
+        return found
 
     def __post_init__(self) -> None:
         if self.positions.ndim != 1 or self.positions.dtype != torch.int64:
