@@ -16,14 +16,14 @@ def stdout() -> Console:
     """The console of results; rich honours NO_COLOR and drops colour when stdout is no terminal."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def stderr() -> Console:
     """The console of progress and figures."""
     from rich.console import Console
 
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -82,14 +82,12 @@ def show(plain: Run, drafted: Run, equal: bool) -> None:
     for number, (prompt, result) in enumerate(zip(PROMPTS, drafted.results, strict=True)):
         completion = result.outputs[0]
         sizes = f"{len(result.prompt_token_ids)} tokens in, {len(completion.token_ids)} out, {completion.finish_reason}"
-        out.print(f"--- prompt {number + 1} of {len(PROMPTS)}: {sizes}", style="cyan", markup=False)
-        out.print(prompt, style="dim", markup=False, end="")
-        out.print(completion.text, style="bold", markup=False)
+        out.print(f"--- prompt {number + 1} of {len(PROMPTS)}: {sizes}", style="cyan")
+        out.print(prompt, style="dim", end="")
+        out.print(completion.text, style="bold")
     total = sum(len(ids) for ids in drafted.token_ids)
     speedup = drafted.decode_tokens_per_s / plain.decode_tokens_per_s if plain.decode_tokens_per_s else 0.0
-    out.print(
-        f"--- {len(PROMPTS)} prompts, {total} new tokens, greedy, {DRAFTS} drafts a step", style="cyan", markup=False
-    )
+    out.print(f"--- {len(PROMPTS)} prompts, {total} new tokens, greedy, {DRAFTS} drafts a step", style="cyan")
     out.print(f"MTP tokens equal: {'yes' if equal else 'NO'}", style="bold green" if equal else "bold red")
     out.print(f"acceptance per draft position: {' '.join(f'{share:.2f}' for share in drafted.acceptance)}")
     out.print(f"tokens a target step: {drafted.tokens_per_step:.2f} with MTP, {plain.tokens_per_step:.2f} without")

@@ -40,12 +40,23 @@ def show(report: dict[str, Any], out: Console) -> None:
     show_pairs(out, "embedded checkpoint", {key: words(value) for key, value in report["checkpoint"].items()})
     rows = [[entry["name"], words(entry["value"]), entry["source"], entry["help"]] for entry in report["environment"]]
     out.print(make_table("environment", ["variable", "value", "from", "meaning"], rows))
-    rows = [
-        [row["shape"], row["kv_dtype"], row["step"], row["route"], row["why"], "; ".join(row["others"])]
-        for row in report["routes"]
-    ]
-    out.print(make_table("routes of attend", ["shape", "KV", "step", "route", "why", "why not the others"], rows))
+    show_routes(out, report["routes"])
     show_pairs(out, "off", report["off"])
+
+
+def show_routes(out: Console, entries: list[dict[str, Any]]) -> None:
+    """Which route serves which step; shapes and types that share every answer stand above the table."""
+    shapes = {(entry["device"], tuple(entry["shapes"]), tuple(entry["kv_dtypes"])) for entry in entries}
+    for device, served, kv_dtypes in sorted(shapes):
+        title = (
+            f"routes of attend on {device}, for heads/KV heads x dim {', '.join(served)} and K/V {', '.join(kv_dtypes)}"
+        )
+        rows = [
+            [entry["step"], entry["route"], entry["why"], "; ".join(f"{k}: {v}" for k, v in entry["others"].items())]
+            for entry in entries
+            if entry["device"] == device
+        ]
+        out.print(make_table(title, ["step", "route", "why", "why not the others"], rows))
 
 
 def show_pairs(out: Console, title: str, pairs: dict[str, str]) -> None:
@@ -56,12 +67,11 @@ def show_pairs(out: Console, title: str, pairs: dict[str, str]) -> None:
 def make_table(title: str, columns: list[str], rows: list[list[str]], *, header: bool = True) -> Table:
     """A plain table; cells are literal text."""
     from rich.box import SIMPLE
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(*columns, title=title, title_justify="left", title_style="bold", show_header=header, box=SIMPLE)
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*row)
     return table
 
 

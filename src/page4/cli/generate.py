@@ -125,4 +125,4 @@ def show(results: list[RequestOutput], counts: report.Counts) -> None:
         if len(texts) > 1:
             console.print_text(f"--- prompt {number}, {len(completion.token_ids)} tokens, {completion.finish_reason}\n")
         console.print_text(completion.text if completion.text.endswith("\n") else completion.text + "\n")
-    console.stderr().print(report.summary_line(counts), style="dim", markup=False)
+    console.stderr().print(report.summary_line(counts), style="dim")
