@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from page4.cli import console, flags, machine, routes
+from page4.cli import console, flags, machine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +22,8 @@ def doctor(json: flags.Json = False) -> None:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor reports, as one JSON object."""
+    from page4.cli import routes  # needs torch
+
     return {
         "versions": machine.versions(),
         "devices": machine.devices(),
