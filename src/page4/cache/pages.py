@@ -23,6 +23,27 @@ class StateSlot:
     generation: int
 
 
+class _Heap:
+    """Distinct run ids, smallest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        self._members: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def push(self, run: int) -> None:
+        if run not in self._members:
+            self._members.add(run)
+            heapq.heappush(self._heap, run)
+
+    def pop(self) -> int:
+        run = heapq.heappop(self._heap)
+        self._members.remove(run)
+        return run
+
+
 class PageAllocator:
     """Gives pages and state slots to owners; all or nothing, deterministic, lowest id first."""
 
@@ -47,9 +68,9 @@ class PageAllocator:
         for page in range(1, num_pages):
             self._run_free[page // pages_per_state].add(page)
         self._free = num_pages - 1
-        # Heaps with stale entries: an entry counts only when it still tells the truth at the time it is popped.
-        self._broken: list[int] = []
-        self._whole: list[int] = []
+        # Entries may be stale: one counts only when it still tells the truth at the time it is popped.
+        self._broken = _Heap()
+        self._whole = _Heap()
         for run in range(len(self._run_free)):
             self._offer(run)
 
@@ -154,20 +175,20 @@ class PageAllocator:
 
     def _offer(self, run: int) -> None:
         if self._is_whole(run):
-            heapq.heappush(self._whole, run)
+            self._whole.push(run)
         elif self._run_free[run]:
-            heapq.heappush(self._broken, run)
+            self._broken.push(run)
 
     def _pop_whole(self) -> int | None:
         while self._whole:
-            run = heapq.heappop(self._whole)
+            run = self._whole.pop()
             if self._is_whole(run):
                 return run
         return None
 
     def _pop_run(self) -> int:
         while self._broken:
-            run = heapq.heappop(self._broken)
+            run = self._broken.pop()
             if self._run_free[run] and not self._is_whole(run):
                 return run
         run_or_none = self._pop_whole()
