@@ -280,7 +280,8 @@ def read_config(folder: Path | str) -> Qwen4ExpTextConfig:
 @functools.lru_cache(maxsize=24)
 def _models(folder: str, dtype: torch.dtype) -> tuple[hf.Qwen4ExpForCausalLM, MtpHead | None]:
     config = read_config(folder)
-    tensors = {name: value.to(dtype) for name, value in read_tensors(folder).items() if "_scale" not in name}
+    tensors = {name: value for name, value in read_tensors(folder).items() if "_scale" not in name}
+    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     model = hf.Qwen4ExpForCausalLM(config)
     if config.tie_word_embeddings:
         tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
