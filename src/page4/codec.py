@@ -93,6 +93,25 @@ def encode(x: Tensor, scale: Scale, *, counters: Tensor | None = None) -> Tensor
     if counters is not None:
         stats = _count(x, quotient)
         counters += torch.stack((stats.clipped, stats.nonfinite))
+    return _saturate(quotient)
+
+
+def encode_sides(x: Tensor, scales: tuple[Scale, Scale], *, counters: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`encode` of K and V at once, in half the operations, and which rows had an input that is not finite.
+
+    x: [2, R, J, D], K and V; counters: [2, 2] int64, a row for each side. Returns ([2, R, J, D] uint8, [R] bool).
+    """
+    _check_float(x)
+    quotient = x.float() / torch.stack([scale.tensor(x.device) for scale in scales]).view(2, 1, 1, 1)
+    finite = (x.abs() < math.inf).sum((2, 3))
+    if counters is not None:
+        # What is within 448 is finite, so the difference of the two counts is what is finite and clipped.
+        finite_of_side, within = finite.sum(1), (quotient.abs() <= MAX_E4M3).sum((1, 2, 3))
+        counters += torch.stack((finite_of_side - within, x[0].numel() - finite_of_side), 1)
+    return _saturate(quotient), (finite < x.shape[2] * x.shape[3]).any(0)
+
+
+def _saturate(quotient: Tensor) -> Tensor:
     return quotient.clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

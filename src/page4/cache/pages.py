@@ -162,8 +162,9 @@ class PageAllocator:
     def check_slot(self, slot: StateSlot) -> None:
         """Raise CacheError when the slot has been freed or given to another owner since the handle was made."""
         current = self._generations.get(slot.slot, 0)
-        if current != slot.generation:
-            allowed = f"generation {current}"
+        # Odd while it is held, even while it is free: each hand-over counts, and a free slot matches no handle.
+        if current != slot.generation or current % 2 == 0:
+            allowed = f"generation {current}" if current % 2 else "no holder now"
             do = "drop the late write: the request that made it is gone"
             raise CacheError(message(f"state slot {slot.slot}", allowed=allowed, got=slot.generation, do=do))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,7 +22,8 @@ class Rows:
     positions: [R] int64, place of the row's token in its request, -1 for a padding row (which reads and writes
     nothing); request_of_row: [R] int64 in 0..N-1; block_table: [N, W] int32, physical page of each logical page, padded
     with the null page 0. `row_starts` (N + 1 offsets) and `first_positions` (N) say the same on the host when every
-    request's rows are contiguous with consecutive positions; operations are faster with them and equal without.
+    request's rows are contiguous with consecutive positions (so none is padding); operations are faster with them and
+    equal without, where rows may lie in any order. In both a request's rows of a step have no gap between them.
     Raises `CacheError` when shapes or dtypes do not fit.
     """
 
@@ -50,14 +52,18 @@ class Rows:
             got = f"row_starts {self.row_starts}, first_positions {self.first_positions}"
             raise CacheError(message("host fields", allowed="both or none", got=got, do="pass both"))
         if self.row_starts is not None and self.first_positions is not None:
-            requests = len(self.first_positions)
-            if (
-                len(self.row_starts) != requests + 1
-                or requests != self.num_requests
-                or self.row_starts[-1] != self.num_rows
-            ):
-                allowed = f"{self.num_requests + 1} offsets ending at {self.num_rows}"
-                raise CacheError(message("row_starts", allowed=allowed, got=self.row_starts, do="rebuild the step"))
+            self._check_host_fields(self.row_starts, self.first_positions)
+
+    def _check_host_fields(self, row_starts: tuple[int, ...], first_positions: tuple[int, ...]) -> None:
+        ends = (row_starts[0], row_starts[-1]) if row_starts else None
+        ascending = all(start <= end for start, end in itertools.pairwise(row_starts))
+        if len(row_starts) != self.num_requests + 1 or ends != (0, self.num_rows) or not ascending:
+            allowed = f"{self.num_requests + 1} ascending offsets from 0 to {self.num_rows}"
+            raise CacheError(message("row_starts", allowed=allowed, got=row_starts, do="rebuild the step"))
+        if len(first_positions) != self.num_requests or any(first < 0 for first in first_positions):
+            allowed = f"{self.num_requests} positions, 0 or more"
+            do = "leave the host fields out when a step has padding rows"
+            raise CacheError(message("first_positions", allowed=allowed, got=first_positions, do=do))
 
     @staticmethod
     def _refuse(what: str, allowed: str, got: Tensor) -> None:
@@ -77,7 +83,7 @@ class Rows:
         """Rows of each request, from the host fields."""
         if self.row_starts is None:
             return None
-        return tuple(end - start for start, end in zip(self.row_starts, self.row_starts[1:], strict=False))
+        return tuple(end - start for start, end in itertools.pairwise(self.row_starts))
 
     def pages_of(self, positions: Tensor, requests: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
         """Physical page and offset in it of tokens; a position below 0 gives the null page.
