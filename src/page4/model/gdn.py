@@ -51,16 +51,14 @@ class Gdn:
         qkv, z, b, a = self.in_proj(x).split_with_sizes(self.split, -1)
         beta = b.sigmoid().float()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
-        heads = torch.empty(x.shape[0], self.value_heads, self.value_dim, dtype=torch.float32, device=x.device)
-        pending = []
-        for group in groups:
-            out, entry = self._run(group, qkv, log_decay, beta, arena)
-            pending.append(entry)
-            if len(groups) == 1 and group.kept is None:
-                heads = out.flatten(0, 1)
-            else:
+        outs, pending = zip(*(self._run(group, qkv, log_decay, beta, arena) for group in groups), strict=True)
+        if len(groups) == 1 and groups[0].kept is None:
+            heads = outs[0].flatten(0, 1)
+        else:
+            heads = torch.empty(x.shape[0], self.value_heads, self.value_dim, dtype=torch.float32, device=x.device)
+            for group, out in zip(groups, outs, strict=True):
                 group.scatter(heads, out)
-        return self.out_proj(self._gated_norm(heads.to(x.dtype), z)), tuple(pending)
+        return self.out_proj(self._gated_norm(heads.to(x.dtype), z)), pending
 
     def _run(
         self, group: Group, qkv: Tensor, log_decay: Tensor, beta: Tensor, arena: Arena

@@ -17,16 +17,16 @@ class Mixer:
     def __init__(self, weights: MixerWeights | HyperWeights, geometry: Geometry) -> None:
         self.count, self.hidden, self.eps = geometry.hc_count, geometry.hidden_size, geometry.rms_norm_eps
         self.lowrank = geometry.hc_lowrank
-        self.norm = weights.norm.view(self.count, self.hidden)
-        # The model divides the projection by C: done once here, it costs a step nothing.
-        self.down, self.up = Linear(weights.down / self.count), Linear(weights.up)
+        # Both the down projection and the mean over the streams divide by C: once here, it costs a step nothing.
+        self.norm = weights.norm.view(self.count, self.hidden) / self.count
+        self.down, self.up = Linear(weights.down), Linear(weights.up)
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """streams: [R, C, hidden] -> mixed [R, hidden], and the scaled down projection [R, lowrank (+ C)]."""
         normed = rms_norm(streams, self.norm, self.eps)
         low = self.down(normed.flatten(1))
         weight = self.up(F.silu(low[:, : self.lowrank])).sigmoid_().view_as(normed)
-        return weight.mul_(normed).mean(1), low
+        return weight.mul_(normed).sum(1), low
 
 
 class Hyper(Mixer):

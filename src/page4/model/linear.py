@@ -18,7 +18,8 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 # The overload itself: looking it up by name at every call costs as much as a small product.
-_packed_linear: Callable[..., Tensor] | None = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+_packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_packed_linear: Callable[..., Tensor] | None = getattr(_packet, "default", None)
 
 
 class Linear:

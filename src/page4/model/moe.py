@@ -50,7 +50,7 @@ class Moe:
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [R, X] -> weights [R, top_k] in their dtype, expert ids [R, top_k]."""
-        scores, chosen = F.softmax(logits, -1, dtype=torch.float32).topk(self.top_k, -1)
+        scores, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.normalise:
             scores = scores / scores.sum(-1, keepdim=True)
         return scores.to(logits.dtype), chosen
