@@ -105,8 +105,6 @@ def _known_places(rows: Rows, state_slots: Tensor, page_tokens: int) -> IndexPla
 
 # The row that ends a block, its request, the first position of the block, its tokens from before this step.
 _Closing = tuple[int, int, int, int]
-    int, int, int, int
-]  # the row that ends a block, its request, the block's first position, its old tokens
 
 
 def _known_blocks(closing: list[_Closing], rows: Rows, state_slots: Tensor, page_tokens: int) -> BlockPlaces:
