@@ -10,9 +10,11 @@ from page4.geometry import Geometry
 from page4.model.linear import Linear
 from page4.model.weight_tree import MoeWeights
 
-# With few rows and few experts, reading all experts in two large products costs less than a loop over the chosen ones.
+# With few rows and few small experts, two large products over all experts cost less than a loop over the chosen ones.
+# That needs a second copy of the experts, so it is for layers where the copy is small.
 DENSE_ROWS = 64
 DENSE_EXPERTS_PER_CHOICE = 4
+DENSE_BYTES = 16 << 20
 
 
 class Moe:
@@ -25,7 +27,8 @@ class Moe:
         self.router = Linear(weights.router)
         self.gate_up, self.down = weights.gate_up, weights.down
         self.shared_gate_up, self.shared_down = Linear(weights.shared_gate_up), Linear(weights.shared_down)
-        self.has_dense = moe.num_experts <= DENSE_EXPERTS_PER_CHOICE * moe.top_k
+        small = weights.gate_up.nbytes + weights.down.nbytes <= DENSE_BYTES
+        self.has_dense = small and moe.num_experts <= DENSE_EXPERTS_PER_CHOICE * moe.top_k
         if self.has_dense:
             self._fuse(weights)
 
