@@ -17,19 +17,21 @@ from page4 import env
 from page4.cache.rows import Rows
 from page4.cache.storage import LayerKV
 from page4.errors import KernelError, message
-from page4.kernels import torch_fast
-from page4.select import Selection, visible_blocks
+from page4.kernels import reference, reference_wanted, supports, torch_attend
+from page4.plan import MAX_HEADS_PER_KV, GroupedPlan, RowPlan, plan_grouped, plan_rows
+from page4.select import Selection
 
 Route = Literal["auto", "generic", "xqa", "grouped"]
-GROUP_ROWS = 8
+# Up to this many rows are gathered one by one sooner than their union is planned (see docs/decisions.md).
 FEW_ROWS = 8
-MAX_ROWS_AT_ONCE = 64
-# K and V that one chunk of tiles gathers.
-WORKSPACE_BYTES = 48 << 20
+# Blocks of one partition of the xqa route: a full selection of 512 blocks and its tail makes five.
+PARTITION_BLOCKS = 128
 route_counts: Counter[str] = Counter()
 
 
-def choose_route(rows_of_requests: tuple[int, ...] | None, *, grouped_allowed: bool) -> tuple[str, str]:
+def choose_route(
+    rows_of_requests: tuple[int, ...] | None, *, grouped_allowed: bool, heads_per_kv: int = 1
+) -> tuple[Route, str]:
     """The route for a step on a CPU, and why: (route, reason)."""
     if rows_of_requests is None:
         return "xqa", "rows are not known on the host to be neighbours"
@@ -39,6 +41,8 @@ def choose_route(rows_of_requests: tuple[int, ...] | None, *, grouped_allowed: b
         return "xqa", "a few rows are gathered sooner than their union is found"
     if not grouped_allowed:
         return "xqa", "PAGE4_GROUPED is 0"
+    if heads_per_kv > MAX_HEADS_PER_KV:
+        return "xqa", f"more than {MAX_HEADS_PER_KV} query heads a KV head"
     return "grouped", "neighbouring rows share most of their blocks"
 
 
@@ -55,6 +59,7 @@ def attend(
     return_lse: Literal[False] = False,
     zero_unattended: bool = True,
     repoint_padding: bool | None = None,
+    splits: int = 1,
 ) -> Tensor: ...
 @overload
 def attend(
@@ -69,6 +74,7 @@ def attend(
     return_lse: Literal[True],
     zero_unattended: bool = True,
     repoint_padding: bool | None = None,
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
     q: Tensor,
@@ -82,27 +88,79 @@ def attend(
     return_lse: bool = False,
     zero_unattended: bool = True,
     repoint_padding: bool | None = None,
+    splits: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a step's rows.
 
     q: [R, H, D]; layer_kv: K/V [P, S, J, D] and their scales; gate: [R, H, D], the output is multiplied by its sigmoid.
-    `softmax_scale` defaults to 1 / sqrt(D). Returns out [R, H, D] in q's dtype, and lse [R, H] fp32 on request. Padding
-    rows give zeros and an lse of -inf. Raises `KernelError` when operands do not fit.
+    `softmax_scale` defaults to 1 / sqrt(D). `splits` cuts the selection of the generic route into that many parts.
+    Returns out [R, H, D] in q's dtype, and lse [R, H] fp32 on request. Padding rows, and rows whose selection and tail
+    are empty, give zeros and an lse of -inf. `repoint_padding` (None: PAGE4_PLAN_REPOINT) and `zero_unattended` are the
+    two defences of DESIGN section 4; the second is off nowhere but in tests. Raises `KernelError` when operands do not
+    fit or the route cannot serve them.
     """
     _check(q, layer_kv, selection, rows, gate)
-    if route == "auto":
-        route = choose_route(rows.lengths(), grouped_allowed=bool(env.get("GROUPED")))[0]  # type: ignore[assignment]
-    route_counts[route] += 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    width = GROUP_ROWS if route == "grouped" else 1
-    if width == 1 and not return_lse and rows.row_starts is not None and rows.num_rows <= MAX_ROWS_AT_ONCE:
-        out = _row_by_row(q, layer_kv, selection, rows, scale)
+    heads_per_kv = q.shape[1] // layer_kv.k.shape[2]
+    if route == "auto":
+        allowed = bool(env.get("GROUPED"))
+        route = choose_route(rows.lengths(), grouped_allowed=allowed, heads_per_kv=heads_per_kv)[0]
     else:
-        out, lse = _tiled(q, layer_kv, selection, rows, width, scale)
+        _check_route(route, q, layer_kv, splits)
+    route_counts[route] += 1
+    logit_scale = scale if layer_kv.k_scale is None else scale * layer_kv.k_scale.value
+    v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
+    if route == "grouped":
+        grouped = plan_grouped(selection, rows, layer_kv.page_tokens, heads_per_kv, repoint_padding=repoint_padding)
+        out, lse = _grouped(q, layer_kv, grouped, logit_scale, v_scale, zero_unattended, return_lse)
+    else:
+        plan = plan_rows(selection, rows, layer_kv.page_tokens, repoint_padding=repoint_padding)
+        parts = splits if route == "generic" else None
+        out, lse = _row_by_row(q, layer_kv, plan, logit_scale, v_scale, parts, zero_unattended, return_lse)
     if gate is not None:
         out.mul_(gate.float().sigmoid())
     out = out.to(q.dtype)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def _grouped(
+    q: Tensor,
+    layer_kv: LayerKV,
+    plan: GroupedPlan,
+    logit_scale: float,
+    v_scale: float,
+    zero_unattended: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    operands = (q, layer_kv.k, layer_kv.v, plan, logit_scale, v_scale, zero_unattended)
+    return (
+        reference.attend_grouped(*operands) if reference_wanted() else torch_attend.attend_grouped(*operands, want_lse)
+    )
+
+
+def _row_by_row(
+    q: Tensor,
+    layer_kv: LayerKV,
+    plan: RowPlan,
+    logit_scale: float,
+    v_scale: float,
+    splits: int | None,
+    zero_unattended: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Route generic with its number of splits, or xqa (None)."""
+    operands = (q, layer_kv.k, layer_kv.v, plan, logit_scale, v_scale)
+    partition, partial_dtype = PARTITION_BLOCKS, torch.float32 if layer_kv.is_e4m3 else q.dtype
+    if splits is not None:
+        if reference_wanted():
+            return reference.attend_generic(*operands, splits)
+        partition, partial_dtype = -(-plan.table.shape[1] // splits), torch.float32
+    if reference_wanted():
+        return reference.attend_rows(*operands, partition, partial_dtype, zero_unattended)
+    return torch_attend.attend_rows(*operands, partition, partial_dtype, zero_unattended, want_lse)
 
 
 def _check(q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, gate: Tensor | None) -> None:
@@ -118,87 +176,19 @@ def _check(q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, gate:
         raise KernelError(message("gate", allowed=list(q.shape), got=list(gate.shape), do="pass one gate a query"))
 
 
-def _row_by_row(q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, scale: float) -> Tensor:
-    """Every row with its own blocks, then its tail block: no union to find. Only for steps without padding rows."""
-    positions = rows.positions.unsqueeze(1)
-    blocks = torch.cat((selection.block_ids.long(), visible_blocks(positions)), 1)
-    tokens = (blocks * 4).unsqueeze(-1) + torch.arange(4, device=blocks.device)
-    # Also off: the tail block of a row that just completed a block, whose page may not even exist.
-    attended = ((tokens >= 0) & (tokens <= positions.unsqueeze(-1))).flatten(1)
-    blocks = torch.minimum(blocks.clamp_min_(0), positions // 4)
-    page_blocks = layer_kv.page_tokens // 4
-    page = rows.block_table[rows.request_of_row.unsqueeze(1), blocks // page_blocks].long()
-    k, v = torch_fast.gather_blocks(layer_kv.k, layer_kv.v, page, blocks % page_blocks, ~attended)
-    k_scale = 1.0 if layer_kv.k_scale is None else layer_kv.k_scale.value
-    v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
-    return torch_fast.row_attention(q.float(), k, v, attended, scale * k_scale, v_scale)
-
-
-def _tiled(
-    q: Tensor, layer_kv: LayerKV, selection: Selection, rows: Rows, width: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    tiles = _tile_rows(rows, width)
-    k_scale = 1.0 if layer_kv.k_scale is None else layer_kv.k_scale.value
-    v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
-    token_bytes = 8 * layer_kv.k.shape[2] * layer_kv.k.shape[3]
-    step = max(1, WORKSPACE_BYTES // max(1, token_bytes * 4 * (selection.block_ids.shape[1] + 2 * width)))
-    for start in range(0, tiles.shape[0], step):
-        index = tiles[start : start + step]
-        real = index >= 0
-        safe = index.clamp_min(0)
-        positions = rows.positions[safe].masked_fill_(~real, -1)
-        block_ids, members = _union(selection.block_ids[safe], positions)
-        k, v, attended = _gather(layer_kv, block_ids, members, positions, rows, rows.request_of_row[safe[:, 0]])
-        part, part_lse = torch_fast.gathered_attention(q[safe].float(), k, v, attended, scale * k_scale, v_scale)
-        out[index[real]] = part[real]
-        lse[index[real]] = part_lse[real]
-    return out, lse
-
-
-def _tile_rows(rows: Rows, width: int) -> Tensor:
-    """[T, width] int64 rows of each tile, -1 after the last; a tile never mixes requests."""
-    device = rows.positions.device
-    lengths = rows.lengths()
-    if width == 1 or lengths is None or rows.row_starts is None:
-        return torch.arange(rows.num_rows, device=device).unsqueeze(1)
-    width = min(width, max(lengths, default=1))
-    starts = [s for first, n in zip(rows.row_starts, lengths, strict=False) for s in range(first, first + n, width)]
-    ends = [first + n for first, n in zip(rows.row_starts, lengths, strict=False) for _ in range(0, n, width)]
-    tiles = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(width, device=device)
-    return tiles.masked_fill_(tiles >= torch.tensor(ends, device=device).unsqueeze(1), -1)
-
-
-def _union(ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks that any row of a tile attends to: ids [T, M, K], positions [T, M] -> [T, U] int64, members [T, M, U].
-
-    The tail is the block after the complete ones. Entries after a tile's last block repeat its first with no member.
-    """
-    tail = visible_blocks(positions)
-    most = int(tail.max()) + 1
-    trash = torch.full_like(tail, most)
-    tail = torch.where((positions + 1) % 4 > 0, tail, trash).unsqueeze(-1)
-    columns = torch.cat((torch.where(ids < 0, trash.unsqueeze(-1), ids), tail), dim=-1)
-    member = torch.zeros(*positions.shape, most + 1, dtype=torch.bool, device=ids.device)
-    member.scatter_(2, columns, True)
-    union = member[..., :most].any(1)
-    counts = union.sum(1)
-    blocks = torch_fast.ids_of_mask(union, counts, max(1, int(counts.max()))).long()
-    padding = blocks < 0
-    blocks = torch.where(padding, blocks[:, :1].clamp_min(0), blocks)
-    members = member.gather(2, blocks.unsqueeze(1).expand(-1, positions.shape[1], -1))
-    return blocks, members.logical_and_(~padding.unsqueeze(1))
-
-
-def _gather(
-    layer_kv: LayerKV, blocks: Tensor, members: Tensor, positions: Tensor, rows: Rows, requests: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V [T * J, W, D] fp32 of the tiles' blocks with unattended tokens zeroed, and attended [T, M, W]."""
-    tokens = blocks.unsqueeze(-1) * 4 + torch.arange(4, device=blocks.device)
-    attended = members.unsqueeze(-1) & (tokens.unsqueeze(1) <= positions.view(*positions.shape, 1, 1))
-    attended = attended.flatten(2)
-    tokens = tokens.flatten(1)
-    page = rows.block_table[requests.unsqueeze(1), tokens // layer_kv.page_tokens].long()
-    offset = tokens % layer_kv.page_tokens
-    return (*torch_fast.gather_tokens(layer_kv.k, layer_kv.v, page, offset, ~attended.any(1)), attended)
+def _check_route(route: Route, q: Tensor, layer_kv: LayerKV, splits: int) -> None:
+    reason = supports(
+        "attend",
+        route,
+        device=q.device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        kv_dtype=str(layer_kv.k.dtype).removeprefix("torch."),
+        heads_per_kv=q.shape[1] // layer_kv.k.shape[2],
+        page_tokens=layer_kv.page_tokens,
+    )
+    if reason is not None:
+        raise KernelError(
+            message("route", allowed="one that serves these operands", got=f"{route}: {reason}", do="use route auto")
+        )
+    if splits < 1:
+        raise KernelError(message("splits", allowed="1 or more", got=splits, do="use 1"))

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from page4 import kernels
 from page4.cache.rows import Rows
 from page4.cache.units import BLOCK_TOKENS
 from page4.errors import KernelError, message
-from page4.kernels import torch_fast
+from page4.kernels import reference, torch_planner, torch_select
 
 # Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context.
 WORKSPACE_BYTES = 64 << 20
@@ -26,14 +27,23 @@ WINDOW_ROWS = 16
 
 @dataclass(frozen=True)
 class Selection:
-    """block_ids: [R, K] int32, ascending, -1 after the last; counts: [R] int32, valid ids of each row."""
+    """block_ids: [R, K] int32, ascending, -1 after the last; counts: [R] int32, valid ids of each row.
+
+    `canonical` says that the ids are known to be so: ascending, distinct and complete at the row's position. Every
+    selection made here is; ids from elsewhere need not be, and `as_canonical` drops those that select nothing.
+    """
 
     block_ids: Tensor
     counts: Tensor
+    canonical: bool = False
 
     def take(self, index: Tensor) -> Selection:
         """The selection of some rows, index: [M] int64."""
-        return Selection(self.block_ids[index], self.counts[index])
+        return Selection(self.block_ids[index], self.counts[index], self.canonical)
+
+    def as_canonical(self, positions: Tensor) -> Selection:
+        """The same selection in canonical form: an id below 0 or not complete at its row's position is not selected."""
+        return self if self.canonical else Selection(*torch_planner.canonical(self.block_ids, positions), True)
 
 
 def visible_blocks(positions: Tensor) -> Tensor:
@@ -67,7 +77,7 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
         q = index_q[index].view(len(requests), width, *index_q.shape[1:])
         seen = visible[index].view(len(requests), width)
         block_ids[index] = _tile_ids(q, pooled, rows.block_table, requests, seen, top_k)
-    return Selection(block_ids, visible.clamp(max=top_k).int())
+    return Selection(block_ids, visible.clamp(max=top_k).int(), True)
 
 
 def select_from_scores(scores: Tensor, visible: Tensor, top_k: int) -> Selection:
@@ -78,8 +88,8 @@ def select_from_scores(scores: Tensor, visible: Tensor, top_k: int) -> Selection
         row = int(bad.nonzero()[0])
         do = "look for NaN in the indexer's inputs of that row"
         raise KernelError(message(f"index scores of row {row}", allowed="numbers", got="NaN", do=do))
-    block_ids, counts = torch_fast.top_blocks(scores, visible, top_k)
-    return Selection(block_ids, counts)
+    top_blocks = reference.top_blocks if kernels.reference_wanted() else torch_select.top_blocks
+    return Selection(*top_blocks(scores, visible, top_k), True)
 
 
 def extend(selection: Selection, selected_at: Tensor, positions: Tensor) -> Selection:
@@ -95,7 +105,7 @@ def extend(selection: Selection, selected_at: Tensor, positions: Tensor) -> Sele
         place = (selection.counts + more).long().unsqueeze(1)
         held = block_ids.gather(1, place)
         block_ids.scatter_(1, place, torch.where((block < new).unsqueeze(1), block.int().unsqueeze(1), held))
-    return Selection(block_ids, selection.counts + (new - old).int())
+    return Selection(block_ids, selection.counts + (new - old).int(), selection.canonical)
 
 
 def _most_visible(rows: Rows, visible: Tensor) -> int:
@@ -110,7 +120,7 @@ def _most_visible(rows: Rows, visible: Tensor) -> int:
 def _everything(visible: Tensor, width: int) -> Selection:
     """All visible blocks: nothing is pruned, so nothing needs a score."""
     ids = torch.arange(width, dtype=torch.int32, device=visible.device).expand(visible.shape[0], -1)
-    return Selection(ids.masked_fill(ids >= visible.unsqueeze(1), -1), visible.int())
+    return Selection(ids.masked_fill(ids >= visible.unsqueeze(1), -1), visible.int(), True)
 
 
 def _tiles(rows: Rows) -> Iterator[tuple[slice | Tensor, list[int], int]]:
@@ -145,7 +155,14 @@ def _tile_ids(
     for run in chunk_rows(width, most, WORKSPACE_BYTES // n, heads):
         seen = visible[:, run.start : run.stop].reshape(-1)
         bound = int(seen.max()) if n == 1 else most
-        scores = torch_fast.index_scores(q[:, run.start : run.stop], keys[:, :bound]).view(-1, bound)
+        scores = _scores(q[:, run.start : run.stop], keys[:, :bound]).view(-1, bound)
         ids = select_from_scores(scores, seen, top_k).block_ids
         found.append(torch.nn.functional.pad(ids, (0, top_k - ids.shape[1]), value=-1).view(n, len(run), top_k))
     return torch.cat(found, dim=1).view(n * width, top_k)
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Q [n, T, I, E], keys [n, B, E] -> [n, T, B] fp32."""
+    if kernels.reference_wanted():
+        return torch.stack([reference.index_scores(*pair) for pair in zip(q, keys, strict=True)])
+    return torch_select.index_scores(q, keys)

@@ -1,1 +1,73 @@
-"""Kernels: pointers and tensors only. The operations own validation, choice and allocation."""
+"""Kernels: pointers and tensors only. The operations own validation, choice and allocation; this is the registry.
+
+    select   torch_select    reference
+    plan     torch_planner   reference
+    attend   torch_attend    reference
+
+PAGE4_KERNELS=reference runs every operation on `reference`, its readable truth. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from page4 import env
+from page4.kernels.plans import MAX_HEADS_PER_KV
+
+ROUTES: dict[str, tuple[str, ...]] = {
+    "select": ("blocks",),
+    "plan": ("xqa", "grouped"),
+    "attend": ("generic", "xqa", "grouped"),
+}
+DTYPES = ("float32", "float16", "bfloat16")
+# uint8 is what E4M3 elements are stored as.
+KV_DTYPES = (*DTYPES, "uint8")
+DEVICES = ("cpu",)
+_KERNELS = {"select": "torch_select", "plan": "torch_planner", "attend": "torch_attend"}
+
+
+def reference_wanted() -> bool:
+    """Whether PAGE4_KERNELS asks for the truth."""
+    return env.get("KERNELS") == "reference"
+
+
+def supports(
+    op: str,
+    route: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_dtype: str = "float32",
+    heads_per_kv: int = 1,
+    page_tokens: int = 16,
+) -> str | None:
+    """None when a kernel of this version serves these operands, else the reason why not, for people.
+
+    op, route: keys and values of `ROUTES`; dtype: of q; kv_dtype: of the stored elements, uint8 for E4M3.
+    """
+    if op not in ROUTES:
+        return f"no operation is called {op}: there are {', '.join(ROUTES)}"
+    if route not in ROUTES[op]:
+        return f"{op} has no route {route}: it has {', '.join(ROUTES[op])}"
+    if device not in DEVICES:
+        return f"no kernel for {device} in this version, only for {', '.join(DEVICES)}"
+    if dtype not in DTYPES:
+        return f"queries of {dtype} are not computed, only {', '.join(DTYPES)}"
+    if kv_dtype not in KV_DTYPES:
+        return f"K/V of {kv_dtype} are not stored, only {', '.join(KV_DTYPES)}"
+    if page_tokens < 4 or page_tokens % 4:
+        return f"a page of {page_tokens} tokens is not a whole number of 4-token blocks"
+    if heads_per_kv < 1:
+        return "query heads are not a multiple of KV heads"
+    if route == "grouped" and heads_per_kv > MAX_HEADS_PER_KV:
+        return f"{heads_per_kv} query heads a KV head are more than the {MAX_HEADS_PER_KV} that 31 tiles hold"
+    return None
+
+
+def table() -> list[dict[str, str]]:
+    """Which kernel runs each route of each operation now: {op, route, kernel, device}, for `page4 doctor`."""
+    reference = reference_wanted()
+    return [
+        {"op": op, "route": route, "kernel": "reference" if reference else _KERNELS[op], "device": device}
+        for op, routes in ROUTES.items()
+        for route in routes
+        for device in DEVICES
+    ]
