@@ -23,7 +23,7 @@ from page4.geometry import Geometry
 RING_TOKENS = 16
 PAGE_ALIGN_BYTES = 256
 _FIELD_ALIGN_BYTES = 64
-_CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class CacheLayout:
         page_unit(page_tokens)
         draft_dtype = (draft_kv_dtype or kv_dtype) if with_draft else None
         for what, found in (("kv_dtype", kv_dtype), ("draft_kv_dtype", draft_dtype)):
-            if found is not None and found not in _CACHE_DTYPES:
+            if found is not None and found not in CACHE_DTYPES:
                 allowed = "float32, float16, bfloat16 or uint8 (E4M3)"
                 raise CacheError(message(what, allowed=allowed, got=found, do="choose another kv_dtype"))
         layers = dict.fromkeys(geometry.qsa_layers, kv_dtype)

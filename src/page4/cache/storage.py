@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from page4.cache.layout import CacheLayout, Field
+from page4.cache.layout import CACHE_DTYPES, CacheLayout, Field
 from page4.codec import Scale
 from page4.errors import CacheError, message
 
@@ -43,6 +43,12 @@ class LayerKV:
             got = f"{list(self.v.shape)} {self.v.dtype}"
             allowed = f"{list(self.k.shape)} {self.k.dtype} as of the k cache"
             raise CacheError(message("v cache", allowed=allowed, got=got, do="pass two views of one cache"))
+        if self.k.dtype not in CACHE_DTYPES:
+            allowed, do = "float32, float16, bfloat16 or uint8 (E4M3)", "pass E4M3 pages as their bytes"
+            raise CacheError(message("k cache", allowed=allowed, got=self.k.dtype, do=do))
+        if self.counters is not None and (list(self.counters.shape) != [2, 2] or self.counters.dtype != torch.int64):
+            got = f"{list(self.counters.shape)} {self.counters.dtype}"
+            raise CacheError(message("counters", allowed="[2, 2] int64", got=got, do="one row a side, K and V"))
         scales = (self.k_scale is not None, self.v_scale is not None)
         wanted = self.k.dtype == torch.uint8
         if scales != (wanted, wanted):
