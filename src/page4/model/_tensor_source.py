@@ -29,8 +29,11 @@ class TensorSource:
         self._taken: dict[str, str] = {}
         self._missing: list[str] = []
         self._stored: dict[str, str] = {}
+        self._prefix = ""
         for name in checkpoint.names():
             canonical = classify(name).canonical
+            if canonical.startswith("layers."):
+                self._prefix = name.removesuffix(canonical)
             if canonical in self._stored:
                 self.problems.append(f"both {self._stored[canonical]} and {name}")
             self._stored[canonical] = name
@@ -149,5 +152,6 @@ class TensorSource:
         if unexpected:
             self.problems.insert(0, f"unexpected {', '.join(unexpected)}")
         if self._missing:
-            self.problems.insert(0, f"missing {', '.join(self._missing)}")
+            missing = [name if name.startswith(("mtp.", "lm_head.")) else self._prefix + name for name in self._missing]
+            self.problems.insert(0, f"missing {', '.join(missing)}")
         return tuple(sorted(self._taken.values()))
