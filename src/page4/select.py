@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from page4.cache.units import BLOCK_TOKENS
 from page4.errors import KernelError, message
 from page4.kernels import reference, torch_planner, torch_select
 
-# Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context.
-WORKSPACE_BYTES = 64 << 20
+# Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context. Small enough to
+# stay in a CPU's cache and in memory that the allocator hands out again without page faults.
+WORKSPACE_BYTES = 4 << 20
 # Requests with at most this many rows (decode, verify windows) are scored together.
 WINDOW_ROWS = 16
 
@@ -68,28 +70,41 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
         raise KernelError(message("index_q", allowed=allowed, got=list(index_q.shape), do="pass one row a token"))
     if top_k < 1:
         raise KernelError(message("top_k", allowed="1 or more blocks", got=top_k, do="fix the geometry"))
-    visible = visible_blocks(rows.positions)
+    visible: Tensor = rows.once("visible", lambda: visible_blocks(rows.positions))
     most = _most_visible(rows, visible)
     if most <= top_k:
         return _everything(visible, min(most, top_k))
+    counts = visible.clamp(max=top_k).int()
+    tiles = list(_tiles(rows))
+    found = [_tile_ids(index_q, pooled, rows, visible, top_k, *tile) for tile in tiles]
+    if len(tiles) == 1 and isinstance(tiles[0][0], slice):
+        return Selection(found[0], counts, True)
     block_ids = torch.full((rows.num_rows, top_k), -1, dtype=torch.int32, device=index_q.device)
-    for index, requests, width in _tiles(rows):
-        q = index_q[index].view(len(requests), width, *index_q.shape[1:])
-        seen = visible[index].view(len(requests), width)
-        block_ids[index] = _tile_ids(q, pooled, rows.block_table, requests, seen, top_k)
-    return Selection(block_ids, visible.clamp(max=top_k).int(), True)
+    for (index, _, _), ids in zip(tiles, found, strict=True):
+        block_ids[index] = ids
+    return Selection(block_ids, counts, True)
 
 
 def select_from_scores(scores: Tensor, visible: Tensor, top_k: int) -> Selection:
     """The selection that given scores lead to: scores [R, B] fp32, visible [R] int64. Raises `KernelError` on NaN."""
+    block_ids, counts, bad = _top_blocks(scores, visible, top_k)
+    if bad is not None:
+        _refuse_nan(bad)
+    return Selection(block_ids, counts, True)
+
+
+def _top_blocks(scores: Tensor, visible: Tensor, top_k: int) -> tuple[Tensor, Tensor, int | None]:
+    """Ids, counts, and the first row with a NaN among its visible scores."""
+    if not kernels.reference_wanted():
+        return torch_select.checked_top_blocks(scores, visible, top_k)
     columns = torch.arange(scores.shape[1], device=scores.device)
-    bad = (scores.isnan() & (columns < visible.unsqueeze(1))).any(1)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        do = "look for NaN in the indexer's inputs of that row"
-        raise KernelError(message(f"index scores of row {row}", allowed="numbers", got="NaN", do=do))
-    top_blocks = reference.top_blocks if kernels.reference_wanted() else torch_select.top_blocks
-    return Selection(*top_blocks(scores, visible, top_k), True)
+    bad = (scores.isnan() & (columns < visible.unsqueeze(1))).any(1).nonzero()
+    return (*reference.top_blocks(scores, visible, top_k), int(bad[0]) if bad.numel() else None)
+
+
+def _refuse_nan(row: int) -> NoReturn:
+    do = "look for NaN in the indexer's inputs of that row"
+    raise KernelError(message(f"index scores of row {row}", allowed="numbers", got="NaN", do=do))
 
 
 def extend(selection: Selection, selected_at: Tensor, positions: Tensor) -> Selection:
@@ -143,22 +158,36 @@ def _tiles(rows: Rows) -> Iterator[tuple[slice | Tensor, list[int], int]]:
 
 
 def _tile_ids(
-    q: Tensor, pooled: Tensor, block_table: Tensor, requests: list[int], visible: Tensor, top_k: int
+    index_q: Tensor,
+    pooled: Tensor,
+    rows: Rows,
+    visible: Tensor,
+    top_k: int,
+    index: slice | Tensor,
+    requests: list[int],
+    width: int,
 ) -> Tensor:
-    """Selected ids of n requests with T rows each: q [n, T, I, E], visible [n, T] -> [n * T, top_k] int32."""
+    """Selected ids of one tile, `width` rows of each of n requests: [n * width, top_k] int32."""
+    n, heads = len(requests), index_q.shape[1]
+    q = index_q[index].view(n, width, heads, -1)
+    visible = visible[index].view(n, width)
     most = int(visible.max())
-    per_page = pooled.shape[1]
-    pages = block_table[requests[0] : requests[-1] + 1, : -(-max(most, 1) // per_page)].long()
-    keys = pooled[pages].view(len(requests), -1, pooled.shape[2])[:, :most]
-    n, width, heads, _ = q.shape
+    if most <= top_k:
+        return _everything(visible.view(-1), top_k).block_ids
+    pages = rows.block_table[requests[0] : requests[-1] + 1, : -(-most // pooled.shape[1])]
+    keys = pooled.index_select(0, pages.reshape(-1)).view(n, -1, pooled.shape[2])[:, :most]
     found = []
     for run in chunk_rows(width, most, WORKSPACE_BYTES // n, heads):
-        seen = visible[:, run.start : run.stop].reshape(-1)
-        bound = int(seen.max()) if n == 1 else most
-        scores = _scores(q[:, run.start : run.stop], keys[:, :bound]).view(-1, bound)
-        ids = select_from_scores(scores, seen, top_k).block_ids
+        part = slice(run.start, run.stop)
+        seen = visible[:, part].reshape(-1)
+        bound = max(1, int(seen.max())) if n == 1 else most
+        scores = _scores(q[:, part], keys[:, :bound]).view(-1, bound)
+        ids, _, bad = _top_blocks(scores, seen, top_k)
+        if bad is not None:
+            row_ids = torch.arange(rows.num_rows, device=visible.device)[index].view(n, width)
+            _refuse_nan(int(row_ids[:, part].reshape(-1)[bad]))
         found.append(torch.nn.functional.pad(ids, (0, top_k - ids.shape[1]), value=-1).view(n, len(run), top_k))
-    return torch.cat(found, dim=1).view(n * width, top_k)
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).view(n * width, top_k)
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
