@@ -1,0 +1,367 @@
+"""One step of the engine, and the life of every completion in it.
+
+A step: the scheduler picks rows; the target runs them; tokens are verified and emitted one by one; states advance by the
+accepted rows only; the draft head catches up and proposes the next windows. What a step learns is handed out by request
+(`ledger`), never by row, so a request that left meanwhile gets nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from page4 import attend
+from page4.cache.pages import PageAllocator, StateSlot
+from page4.cache.storage import Arena
+from page4.engine.admission import Sizes, check_fits, check_prompt, check_token_ids
+from page4.engine.chance import SeedSource, child_seed
+from page4.engine.detokenize import Detokenizer
+from page4.engine.drafting import CatchUp, Drafter
+from page4.engine.emission import Delta, Emission
+from page4.engine.ledger import StepLedger
+from page4.engine.metrics import EngineMetrics
+from page4.engine.output import StreamChunk, Usage
+from page4.engine.params import SamplingParams
+from page4.engine.request import FinishReason, Request
+from page4.engine.sampling import Logprobs, logprobs
+from page4.engine.scheduler import Scheduler, StepPlan, Work
+from page4.engine.tokenizer import Tokenizer
+from page4.engine.verifying import Asked, Verified, gives_token, verify
+from page4.errors import UsageError, message
+from page4.model.batch import RowSpan, StepBatch
+from page4.model.decoder import Model
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an engine: rows a step, requests at once, tokens of a request, drafts a window."""
+
+    max_num_batched_tokens: int
+    max_running: int
+    max_model_len: int
+    drafts: int
+
+
+class EngineCore:
+    """Continuous batching over one model and one arena. Not thread-safe: one caller steps it."""
+
+    def __init__(
+        self,
+        model: Model,
+        arena: Arena,
+        limits: Limits,
+        *,
+        sizes: Sizes,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.model, self.arena, self.limits = model, arena, limits
+        self.metrics = EngineMetrics(
+            accepted_per_position=[0] * limits.drafts, drafted_per_position=[0] * limits.drafts
+        )
+        self.allocator = PageAllocator(arena.num_pages, arena.layout.pages_per_state, arena.poison_pages)
+        self.scheduler = Scheduler(
+            self.allocator,
+            sizes,
+            limits.max_num_batched_tokens,
+            limits.max_running,
+            limits.max_model_len,
+            limits.drafts,
+            self._enter,
+            self._leave,
+        )
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._seeds, self._arrivals = SeedSource(seed), itertools.count()
+        self._ledger = StepLedger()
+        self._emissions: dict[str, Emission] = {}
+        self._by_id: dict[str, list[Request]] = {}
+        self._q: dict[str, Tensor] = {}
+        self._prompt_logprobs: dict[str, list[Logprobs | None]] = {}
+        self._undelivered: list[StreamChunk] = []
+        self._drafter: Drafter | None = None
+        if limits.drafts:
+            assert model.draft is not None, "drafts were admitted without a draft head"
+            self._drafter = Drafter(model.draft, arena, self.allocator.pages)
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request, all its `n` completions. Raises before anything is kept when it can never be served."""
+        if request_id in self._by_id:
+            do = "wait until it ends or choose another id"
+            raise UsageError(message("request_id", allowed="one that is not in use", got=repr(request_id), do=do))
+        vocab = self.model.geometry.vocab_size
+        check_prompt(prompt, vocab_size=vocab, max_model_len=self.limits.max_model_len)
+        check_token_ids("stop token id", params.stop_token_ids, vocab)
+        if params.stop and self._tokenizer is None:
+            do = "use stop_token_ids"
+            raise UsageError(message("stop", allowed="none without a tokenizer", got=list(params.stop), do=do))
+        most = self.limits.max_model_len
+        limit = most if params.max_tokens is None else min(most, len(prompt) + params.max_tokens)
+        check_fits(self.scheduler.sizes, num_pages=self.arena.num_pages, tokens=limit)
+        seed = self._seeds.draw() if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        requests = [
+            Request(
+                request_id=request_id,
+                index=index,
+                arrival=next(self._arrivals),
+                params=params,
+                prompt_len=len(prompt),
+                token_ids=list(prompt),
+                seed=child_seed(seed, index),
+                length_limit=limit,
+                stop_ids=stop_ids,
+            )
+            for index in range(params.n)
+        ]
+        self._by_id[request_id] = requests
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request_id] = [None]
+        for request in requests:
+            self._emissions[request.owner] = Emission(request, self._detokenizer(params))
+            if request.num_tokens >= request.length_limit and params.prompt_logprobs is None:
+                # A prompt that fills the model length leaves no room for a token.
+                self._end(request, "length")
+            else:
+                self.scheduler.add(request)
+
+    def abort(self, request_id: str, reason: FinishReason = "abort", error: str | None = None) -> None:
+        """End a request now and take back all that it holds; an unknown or finished id is fine."""
+        for request in self._by_id.get(request_id, []):
+            if not request.finished:
+                self._end(request, reason, error)
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would do or deliver anything."""
+        return self.scheduler.has_unfinished() or bool(self._undelivered)
+
+    def prompt_logprobs(self, request_id: str) -> list[Logprobs | None] | None:
+        """The log probabilities of a prompt's tokens, handed out once."""
+        return self._prompt_logprobs.pop(request_id, None)
+
+    def preemptions(self, request_id: str) -> int:
+        """How often the completions of a live request were preempted."""
+        return sum(request.preemptions for request in self._by_id.get(request_id, []))
+
+    @torch.inference_mode()
+    def step(self) -> list[StreamChunk]:
+        """Run one step and return what it added to each completion.
+
+        A step that fails ends the requests in it with `finish_reason` "error"; the engine goes on with the others.
+        """
+        chunks, self._undelivered = self._undelivered, []
+        if not self.scheduler.has_unfinished():
+            return chunks
+        plan = self.scheduler.schedule()
+        self.metrics.preemptions += len(plan.preempted)
+        if not plan.work:
+            return chunks
+        start = time.perf_counter()
+        try:
+            chunks.extend(self._run(plan))
+        except Exception as error:  # whatever failed, its requests end and their pages come back
+            self.metrics.failed_steps += 1
+            text = f"{type(error).__name__}: {error}"
+            for work in plan.work:
+                if not work.request.finished:
+                    self._end(work.request, "error", text)
+            chunks.extend(self._undelivered)
+            self._undelivered = []
+        self.metrics.count_seconds(
+            time.perf_counter() - start,
+            prefill_rows=sum(work.num_rows for work in plan.chunks),
+            decode_rows=sum(work.num_rows for work in plan.windows),
+        )
+        return chunks
+
+    def _run(self, plan: StepPlan) -> list[StreamChunk]:
+        routes = attend.route_counts.copy()
+        flight = self._ledger.launch([work.request.owner for work in plan.work])
+        batch = self._batch(plan.work)
+        output = self.model.forward(batch, self.arena)
+        asked, rows = self._asked(plan.work, batch.row_starts)
+        verified: dict[str, Verified] = {}
+        if rows:
+            logits = self.model.logits(output.streams[torch.tensor(rows, device=output.streams.device)])
+            verified = verify(logits, asked, self._q)
+        self._score_prompts(plan.chunks, batch, output.streams, len(plan.windows))
+        bad = self._nonfinite(plan.work, batch, output.nonfinite_rows)
+        taken = [self._rows_taken(work, verified.get(work.request.owner)) for work in plan.work]
+        whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
+        self.model.commit(batch, output.pending, self.arena, None if whole else torch.tensor(taken))
+
+        landed = self._ledger.land(flight, list(zip(plan.work, taken, strict=True))).values
+        chunks: list[StreamChunk] = []
+        catch_up: list[CatchUp] = []
+        for n, work in enumerate(plan.work):
+            request = work.request
+            if request.owner not in landed:
+                continue
+            result = verified.get(request.owner)
+            if request.owner in bad:
+                self._end(request, "error", bad[request.owner])
+            elif result is not None and not result.usable:
+                self._end(request, "error", f"request {request.request_id}: the target's logits are not finite")
+            else:
+                delta = self._advance(work, taken[n], result)
+                if delta is not None:
+                    chunks.append(self._chunk(request, delta))
+                full = request.num_tokens >= request.length_limit and request.num_computed >= request.prompt_len
+                if delta is None and full and not request.finished:
+                    self._end(request, "length")
+                if self._drafter is not None and not request.finished:
+                    entry = self._catch_up(work, taken[n], batch.row_starts[n])
+                    catch_up.extend([] if entry is None else [entry])
+        if self._drafter is not None and catch_up:
+            self._draft(output.streams, catch_up)
+        self.metrics.target_steps += 1
+        self.metrics.prefill_tokens += sum(work.num_rows for work in plan.chunks)
+        self.metrics.routes.update(attend.route_counts - routes)
+        chunks.extend(self._undelivered)
+        self._undelivered = []
+        return chunks
+
+    def _batch(self, work: Sequence[Work]) -> StepBatch:
+        geometry = self.model.geometry
+        context = geometry.ple.ngram_size - 1 if geometry.ple is not None else 0
+        spans = []
+        for entry in work:
+            request = entry.request
+            assert request.slot is not None, "a running request has a slot"
+            self.allocator.check_slot(request.slot)
+            before = request.context(entry.first_position, context) if context else []
+            pages = list(self.allocator.pages(request.owner))
+            spans.append(RowSpan(list(entry.token_ids), entry.first_position, pages, request.slot.slot, before))
+        return StepBatch.build(spans, geometry, self.model.device)
+
+    def _asked(self, work: Sequence[Work], row_starts: Sequence[int]) -> tuple[list[Asked], list[int]]:
+        """The requests that get tokens from this step, and the step's rows whose logits they need."""
+        asked: list[Asked] = []
+        rows: list[int] = []
+        for n, entry in enumerate(work):
+            if not gives_token(entry) or entry.request.num_tokens >= entry.request.length_limit:
+                continue
+            asked.append(Asked(entry, len(rows)))
+            first = row_starts[n] if entry.is_window else row_starts[n + 1] - 1
+            rows.extend(range(first, row_starts[n + 1]))
+        return asked, rows
+
+    @staticmethod
+    def _rows_taken(work: Work, verified: Verified | None) -> int:
+        """Rows that stay: of a window those of accepted tokens, of a prompt all."""
+        return len(verified.tokens) if work.is_window and verified is not None and verified.tokens else work.num_rows
+
+    def _advance(self, work: Work, taken: int, verified: Verified | None) -> Delta | None:
+        """Move a request on by its accepted rows and emit its tokens."""
+        request = work.request
+        request.num_computed += taken
+        if verified is None:
+            return None
+        request.drafts = []
+        self._q.pop(request.owner, None)
+        delta = self._emissions[request.owner].push(verified.tokens, verified.logprobs)
+        if work.is_window:
+            self.metrics.count_window(work.num_drafts, len(verified.tokens) - 1)
+            self.metrics.decode_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._forget(request, delta.finish_reason)
+        return delta
+
+    def _catch_up(self, work: Work, taken: int, first_row: int) -> CatchUp | None:
+        """What the draft head has to see of this step; None when it will not be needed again."""
+        request = work.request
+        room = request.draft_room()
+        if room == 0:
+            return None
+        first = work.first_position
+        following = request.token_ids[first + 1 : first + taken + 1]
+        assert len(following) == taken, "every accepted row has a next token"
+        # A request under recomputation keeps the drafts that it had.
+        wants = min(self.limits.drafts, room) if request.decoding and not request.drafts else 0
+        return CatchUp(request, first, following, first_row, wants)
+
+    def _draft(self, streams: Tensor, catch_up: Sequence[CatchUp]) -> None:
+        assert self._drafter is not None
+        drafted = self._drafter.run(streams, catch_up)
+        for entry in catch_up:
+            found = drafted.get(entry.request.owner)
+            if found is not None:
+                entry.request.drafts = found.tokens
+                if found.q is not None:
+                    self._q[entry.request.owner] = found.q
+
+    def _score_prompts(self, chunks: Sequence[Work], batch: StepBatch, streams: Tensor, first: int) -> None:
+        """Log probabilities of prompt tokens that this step's rows predict, each once even after a preemption."""
+        for n, work in enumerate(chunks, start=first):
+            request = work.request
+            count = request.params.prompt_logprobs
+            if count is None or request.index != 0:
+                continue
+            known = self._prompt_logprobs[request.request_id]
+            begin = max(work.first_position, len(known) - 1)
+            end = min(work.first_position + work.num_rows, request.prompt_len - 1)
+            if begin >= end:
+                continue
+            offset = batch.row_starts[n] - work.first_position
+            logits = self.model.logits(streams[offset + begin : offset + end])
+            tokens = request.token_ids[begin + 1 : end + 1]
+            known.extend(logprobs(logits, tokens, [count] * len(tokens)))
+
+    def _nonfinite(self, work: Sequence[Work], batch: StepBatch, rows: Tensor | None) -> dict[str, str]:
+        """Requests with a K or V that is not finite, by owner, with what to say."""
+        if rows is None or not bool(rows.any()):
+            return {}
+        flags = rows.tolist()
+        found = {}
+        for n, entry in enumerate(work):
+            for row in range(batch.row_starts[n], batch.row_starts[n + 1]):
+                if flags[row]:
+                    position = entry.first_position + row - batch.row_starts[n]
+                    name = f"request {entry.request.request_id}"
+                    found[entry.request.owner] = f"{name}: K or V of the token at position {position} is not finite"
+                    break
+        return found
+
+    def _chunk(self, request: Request, delta: Delta, error: str | None = None) -> StreamChunk:
+        return StreamChunk(
+            request_id=request.request_id,
+            index=request.index,
+            token_ids=delta.token_ids,
+            text=delta.text,
+            usage=Usage(request.prompt_len, request.num_emitted),
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            error=error,
+        )
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a completion without a token; its last chunk goes out with the next delivery."""
+        delta = self._emissions[request.owner].end(reason)
+        self._undelivered.append(self._chunk(request, delta, error))
+        self._forget(request, reason)
+
+    def _forget(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+        self._emissions.pop(request.owner, None)
+        self._q.pop(request.owner, None)
+        if all(other.finished for other in self._by_id[request.request_id]):
+            del self._by_id[request.request_id]
+
+    def _enter(self, request: Request, slot: StateSlot) -> None:
+        self.arena.zero_state(slot.slot)
+        self._ledger.enter(request.owner, slot)
+
+    def _leave(self, request: Request) -> None:
+        self._ledger.leave(request.owner)
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)

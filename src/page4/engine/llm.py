@@ -1,0 +1,290 @@
+"""`LLM`: a checkpoint folder in, text out. Everything is checked before weights are read or memory is taken."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from page4 import env
+from page4.cache.layout import CacheLayout
+from page4.cache.storage import Arena
+from page4.checkpoint import Checkpoint
+from page4.engine.admission import Sizes, check_prompt, concurrent_windows, plan_arena
+from page4.engine.core import EngineCore, Limits
+from page4.engine.metrics import EngineMetrics
+from page4.engine.options import cache_dtype, check_count, compute_dtype, num_drafts
+from page4.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, Usage
+from page4.engine.params import SamplingParams
+from page4.engine.tokenizer import Tokenizer, read_json
+from page4.errors import UsageError, message
+from page4.geometry import Geometry
+from page4.model.kv_scales import resolve_scales
+from page4.model.weights import load_model
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A qwen4_exp checkpoint, ready to generate.
+
+    model: a folder (default: the embedded checkpoint). dtype: auto (float32 on a CPU), float32, float16 or bfloat16.
+    kv_cache_dtype, draft_kv_dtype: auto (as dtype), a 16-bit type, float32, or fp8_e4m3, which needs calibrated scales
+    in the checkpoint. max_model_len: tokens of prompt and output together. kv_cache_memory_bytes: size of the arena;
+    by default enough for `max_num_seqs` requests under 1 GiB. speculative_config: {"method": "mtp",
+    "num_speculative_tokens": k}, k = 0..7. Raises errors of `page4.errors` before weights are read.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        draft_kv_dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory_bytes: int | None = None,
+        block_size: int = 16,
+        speculative_config: Mapping[str, Any] | None = None,
+        allow_unit_scales: bool = False,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        env.check()
+        for what, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            check_count(what, value)
+        if kv_cache_memory_bytes is not None:
+            check_count("kv_cache_memory_bytes", kv_cache_memory_bytes)
+        check_count("block_size", block_size, 4)
+        _set_threads()
+        self.model_path = _folder(model)
+        geometry = Geometry.from_folder(self.model_path)
+        checkpoint = Checkpoint.open(self.model_path)
+        has_draft = geometry.mtp_layers != 0 and any(name.startswith("mtp.") for name in checkpoint.names())
+        drafts = num_drafts(speculative_config, has_draft=has_draft)
+        running = concurrent_windows(max_num_seqs, max_num_batched_tokens, drafts)
+        where = torch.device(device)
+        compute = compute_dtype(dtype, geometry, where)
+        kv_dtype = cache_dtype("kv_cache_dtype", kv_cache_dtype, compute)
+        draft_dtype = kv_dtype if draft_kv_dtype is None else cache_dtype("draft_kv_dtype", draft_kv_dtype, compute)
+        scales = resolve_scales(
+            checkpoint, geometry, kv_dtype, draft_dtype, with_draft=drafts > 0, allow_unit_scales=allow_unit_scales
+        )
+        layout = CacheLayout.of(
+            geometry,
+            dtype=compute,
+            kv_dtype=kv_dtype,
+            draft_kv_dtype=draft_dtype,
+            page_tokens=block_size,
+            with_draft=drafts > 0,
+        )
+        sizes = Sizes(layout.page_bytes, layout.page_tokens, layout.pages_per_state)
+        plan = plan_arena(
+            sizes,
+            max_positions=geometry.max_positions,
+            max_num_seqs=running,
+            max_model_len=max_model_len,
+            memory_bytes=kv_cache_memory_bytes,
+        )
+        self.tokenizer = Tokenizer.from_folder(self.model_path)
+        self.notes: tuple[str, ...] = () if plan.note is None else (plan.note,)
+        self.geometry = geometry
+        loaded = load_model(self.model_path, compute, where, with_draft=drafts > 0)
+        arena = Arena(layout, plan.num_pages, where, env.get("POISON"), scales)
+        self.load_report = loaded.load_report
+        self.weight_bytes = _weight_bytes(checkpoint, loaded.load_report.loaded, compute)
+        self.arena_bytes = arena.num_bytes
+        self._core = EngineCore(
+            loaded,
+            arena,
+            Limits(max_num_batched_tokens, running, plan.max_model_len, drafts),
+            sizes=sizes,
+            tokenizer=self.tokenizer,
+            eos_ids=_eos_ids(self.model_path, geometry),
+            seed=seed,
+        )
+        self._ids = itertools.count()
+        self._others: list[StreamChunk] = []
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters since the engine was made."""
+        return self._core.metrics
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a request may have, prompt and output together."""
+        return self._core.limits.max_model_len
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine below: scheduler, allocator and arena, for tests and tools."""
+        return self._core
+
+    def kv_clips(self) -> dict[int, tuple[int, int]]:
+        """Values that the E4M3 writer clipped so far, (K, V) by layer; empty for 16-bit K/V."""
+        found = {}
+        for layer in self._core.arena.layout.kv:
+            layer_kv = self._core.arena.layer_kv(layer)
+            if layer_kv.is_e4m3 and layer_kv.counters is not None:
+                found[layer] = (int(layer_kv.counters[0, 0]), int(layer_kv.counters[1, 0]))
+        return found
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids) together; results in the order of the prompts.
+
+        `params` is one for all or one for each. All prompts are checked before the first is queued. A request that
+        failed has an output with `finish_reason` "error" and the reason in `error`.
+        """
+        many = _as_list(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise UsageError(message("params", allowed=f"one or {len(many)}", got=len(each), do="pass one a prompt"))
+        ids = [self._encode(prompt) for prompt in many]
+        for tokens in ids:
+            check_prompt(tokens, vocab_size=self.geometry.vocab_size, max_model_len=self.max_model_len)
+        collectors: dict[str, _Collector] = {}
+        try:
+            for tokens, settings in zip(ids, each, strict=True):
+                name = f"generate-{next(self._ids)}"
+                self._core.add(name, tokens, settings)
+                collectors[name] = _Collector(name, tokens, settings)
+            while not all(collector.done for collector in collectors.values()):
+                preemptions = {name: self._core.preemptions(name) for name in collectors}
+                for chunk in self._core.step():
+                    collector = collectors.get(chunk.request_id)
+                    if collector is None:
+                        self._others.append(chunk)
+                    else:
+                        collector.add(chunk, preemptions[chunk.request_id])
+        finally:
+            for name, collector in collectors.items():
+                if not collector.done:
+                    self.abort(name)
+        return [collector.result(self._core.prompt_logprobs(name)) for name, collector in collectors.items()]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Chunks of one prompt's completions as they come; closing the iterator aborts the request."""
+        name = f"stream-{next(self._ids)}"
+        settings = params or SamplingParams()
+        self._core.add(name, self._encode(prompt), settings)
+        return self._stream(name, settings.n)
+
+    def _stream(self, name: str, unfinished: int) -> Iterator[StreamChunk]:
+        try:
+            while unfinished:
+                for chunk in self._core.step():
+                    if chunk.request_id != name:
+                        self._others.append(chunk)
+                        continue
+                    unfinished -= chunk.finish_reason is not None
+                    yield chunk
+        finally:
+            if unfinished:
+                self.abort(name)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queue a request under an id of the caller's; `step` delivers its chunks."""
+        self._core.add(request_id, self._encode(prompt), params or SamplingParams())
+
+    def step(self) -> list[StreamChunk]:
+        """Run one step of everything that is queued."""
+        chunks, self._others = self._others, []
+        return [*chunks, *self._core.step()]
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free all that it holds, at any time; an unknown id is fine."""
+        self._core.abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or deliver."""
+        return bool(self._others) or self._core.has_unfinished()
+
+    def prompt_logprobs(self, request_id: str) -> Any:
+        """Log probabilities of a finished request's prompt tokens, once (for `add_request`)."""
+        return self._core.prompt_logprobs(request_id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            do = "pass token ids or add tokenizer.json to the folder"
+            raise UsageError(message("prompt", allowed="token ids without a tokenizer", got="text", do=do))
+        return self.tokenizer.encode(prompt)
+
+
+class _Collector:
+    """Puts the chunks of one request together."""
+
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        self._id, self._prompt = request_id, prompt
+        self._outputs = [CompletionOutput(index) for index in range(params.n)]
+        if params.logprobs is not None:
+            for output in self._outputs:
+                output.logprobs = []
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._end = self._start
+        self._preemptions = 0
+
+    @property
+    def done(self) -> bool:
+        return all(output.finish_reason is not None for output in self._outputs)
+
+    def add(self, chunk: StreamChunk, preemptions: int) -> None:
+        now = time.perf_counter()
+        if self._first is None and chunk.token_ids:
+            self._first = now - self._start
+        self._end, self._preemptions = now, max(self._preemptions, preemptions)
+        self._outputs[chunk.index].add(chunk)
+
+    def result(self, prompt_logprobs: Any) -> RequestOutput:
+        usage = Usage(len(self._prompt), sum(len(output.token_ids) for output in self._outputs))
+        metrics = RequestMetrics(self._first, self._end - self._start, self._preemptions)
+        return RequestOutput(self._id, self._prompt, self._outputs, usage, metrics, prompt_logprobs)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # a sequence whose first entry is an int is one prompt
+    return list(prompts)  # type: ignore[arg-type]  # so this is a sequence of prompts
+
+
+def _folder(model: str | Path | None) -> Path:
+    if model is None:
+        from page4.assets import embedded_checkpoint
+
+        return embedded_checkpoint()
+    return Path(model)
+
+
+def _eos_ids(folder: Path, geometry: Geometry) -> frozenset[int]:
+    """End-of-text ids of the config and of generation_config.json."""
+    found = read_json(folder / "generation_config.json").get("eos_token_id")
+    more = found if isinstance(found, list) else [found]
+    return frozenset(geometry.eos_token_ids) | {token for token in more if isinstance(token, int)}
+
+
+def _weight_bytes(checkpoint: Checkpoint, loaded: Sequence[str], dtype: torch.dtype) -> int:
+    """Bytes of the weights in memory, at the activations' type."""
+    total = 0
+    for name in loaded:
+        count = 1
+        for size in checkpoint.entry(name).shape:
+            count *= size
+        total += count * dtype.itemsize
+    return total
+
+
+def _set_threads() -> None:
+    threads = env.get("THREADS")
+    if threads is not None:
+        torch.set_num_threads(threads)

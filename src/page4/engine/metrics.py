@@ -1,0 +1,45 @@
+"""What an engine has counted since it was made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineMetrics:
+    """Counters that only grow.
+
+    prefill_tokens: rows of prompts computed, again after a preemption; decode_tokens: tokens emitted by windows, so
+    without the first one of each request; a step with both kinds of rows gives each its share of the seconds by rows.
+    drafted counts drafts that a window verified, accepted those that the target took. accepted_per_position has an entry a draft position. routes: attention calls by route.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    target_steps: int = 0
+    windows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    failed_steps: int = 0
+    routes: Counter[str] = field(default_factory=Counter)
+
+    def count_window(self, drafted: int, accepted: int) -> None:
+        """One verified window; a window without drafts says nothing about acceptance."""
+        self.windows += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        for position in range(drafted):
+            self.drafted_per_position[position] += 1
+            self.accepted_per_position[position] += position < accepted
+
+    def count_seconds(self, seconds: float, *, prefill_rows: int, decode_rows: int) -> None:
+        """Share a step's seconds by rows."""
+        rows = max(1, prefill_rows + decode_rows)
+        self.prefill_seconds += seconds * prefill_rows / rows
+        self.decode_seconds += seconds * decode_rows / rows
