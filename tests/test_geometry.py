@@ -270,7 +270,6 @@ def test_reads_a_folder(tmp_path: Path) -> None:
 
 
 def test_geometry_and_checkpoints_need_no_torch() -> None:
-    code = (
-        "import sys, page4, page4.geometry, page4.checkpoint, page4.env, page4._config; print({'torch', 'numpy'} & {*sys.modules})"
-    )
+    modules = "page4, page4.geometry, page4.checkpoint, page4.env, page4._config"
+    code = f"import sys, {modules}; print({{'torch', 'numpy'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
