@@ -33,7 +33,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-        """chat_template.jinja, else `chat_template` of tokenizer_config.json (a string, or a list with one `default`)."""
+        """chat_template.jinja, else that of tokenizer_config.json (a string, or a list with one `default`)."""
         file = folder / "chat_template.jinja"
         if file.is_file():
             return cls(file.read_text(encoding="utf-8"))

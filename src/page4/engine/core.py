@@ -1,8 +1,8 @@
 """One step of the engine, and the life of every completion in it.
 
-A step: the scheduler picks rows; the target runs them; tokens are verified and emitted one by one; states advance by the
-accepted rows only; the draft head catches up and proposes the next windows. What a step learns is handed out by request
-(`ledger`), never by row, so a request that left meanwhile gets nothing.
+A step: the scheduler picks rows; the target runs them; tokens are verified and emitted one by one; states advance by
+the accepted rows only; the draft head catches up and proposes the next windows. What a step learns is handed out by
+request (`ledger`), never by row, so a request that left meanwhile gets nothing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ class EngineMetrics:
 
     prefill_tokens: rows of prompts computed, again after a preemption; decode_tokens: tokens emitted by windows, so
     without the first one of each request; a step with both kinds of rows gives each its share of the seconds by rows.
-    drafted counts drafts that a window verified, accepted those that the target took. accepted_per_position has an entry a draft position. routes: attention calls by route.
+    drafted counts drafts that a window verified, accepted those that the target took; accepted_per_position and
+    drafted_per_position have an entry a draft position. routes: attention calls by route.
     """
 
     prefill_tokens: int = 0
