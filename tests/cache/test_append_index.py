@@ -158,9 +158,11 @@ def test_rejected_drafts_are_overwritten_before_a_row_can_see_them(k: int, host:
     What is rejected stays in K/V, in the ring and in the pooled keys. Each later window starts at the first rejected
     position, so by the time that a row stands at a position, everything up to there has been written again.
     """
+    lane = Lane(rng, pages=6)
     for start in range(1, 17):
         for accepted in range(k + 1):
-            lane = Lane(rng, pages=6)
+            # A new request on the pages and the slot of the last one, with all that it left there.
+            lane.requests[0].history = lane.draw(0)
             lane.prefill(0, [start], host=host)
             for kept in (accepted, 0, k, accepted):
                 window = lane.draw(1 + k)
