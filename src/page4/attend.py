@@ -18,7 +18,7 @@ from page4.cache.rows import Rows
 from page4.cache.storage import LayerKV
 from page4.errors import KernelError, message
 from page4.kernels import reference, reference_wanted, supports, torch_attend
-from page4.plan import MAX_HEADS_PER_KV, GroupedPlan, RowPlan, plan_grouped, plan_rows
+from page4.plan import GROUP_ROWS, MAX_HEADS_PER_KV, GroupedPlan, RowPlan, plan_grouped, plan_rows
 from page4.select import Selection
 
 Route = Literal["auto", "generic", "xqa", "grouped"]
@@ -111,7 +111,16 @@ def attend(
     logit_scale = scale if layer_kv.k_scale is None else scale * layer_kv.k_scale.value
     v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
     if route == "grouped":
-        grouped = plan_grouped(selection, rows, layer_kv.page_tokens, heads_per_kv, repoint_padding=repoint_padding)
+        # Windows of 4 rows in groups of 8 would be half empty.
+        group_rows = max(1, min(GROUP_ROWS, max(rows.lengths() or (GROUP_ROWS,))))
+        grouped = plan_grouped(
+            selection,
+            rows,
+            layer_kv.page_tokens,
+            heads_per_kv,
+            group_rows=group_rows,
+            repoint_padding=repoint_padding,
+        )
         out, lse = _grouped(q, layer_kv, grouped, logit_scale, v_scale, zero_unattended, return_lse)
     else:
         plan = plan_rows(selection, rows, layer_kv.page_tokens, repoint_padding=repoint_padding)

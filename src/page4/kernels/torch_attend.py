@@ -114,33 +114,52 @@ def attend_grouped(
 ) -> tuple[Tensor, Tensor | None]:
     """See `reference.attend_grouped`: here the tile is a whole group, 8 * H / J query rows for each KV head."""
     rows, heads, dim = q.shape
-    places = plan.group_rows
+    places, kv_heads = plan.group_rows, k.shape[2]
+    q = q.float() * logit_scale
     out = torch.zeros(rows, heads, dim, device=q.device)
     lse = torch.full((rows, heads), -math.inf, device=q.device) if want_lse else None
-    entry_bytes = 4 * BLOCK * (2 * k.shape[2] * dim + 2 * places * heads)
+    entry_bytes = 4 * BLOCK * (2 * kv_heads * dim + 2 * places * heads)
     for begin, end, width in _chunks(plan.starts.tolist(), entry_bytes):
+        groups = end - begin
         masks, blocks = _entries(plan, begin, end, width)
+        keys, values = gather_blocks(k, v, blocks, plan.page_tokens, _dead(masks) if zero_unattended else None)
         attended = _bits(masks, places)
-        dead = ~attended.any(1) if zero_unattended else None
-        keys, values = gather_blocks(k, v, blocks, plan.page_tokens, dead)
-        index = plan.rows[begin:end]
-        there = index >= 0
-        queries = (q[index.clamp_min(0)].float() * logit_scale).view(end - begin, places, k.shape[2], -1, dim)
-        queries = queries.transpose(1, 2).reshape(keys.shape[0], -1, dim)
-        logits = torch.bmm(queries, keys.transpose(1, 2))
-        shaped = logits.view(end - begin, k.shape[2], places, -1, keys.shape[1])
-        shaped.masked_fill_(~attended.view(end - begin, 1, places, 1, -1), -math.inf)
+        index, there = _rows_of(plan, begin, end, attended)
+        queries = q[index].view(groups, places, kv_heads, -1, dim).transpose(1, 2)
+        logits = torch.bmm(queries.reshape(keys.shape[0], -1, dim), keys.transpose(1, 2))
+        shaped = logits.view(groups, kv_heads, places, -1, keys.shape[1])
+        if zero_unattended:
+            # Sooner than masked_fill_, and as good where every logit is a number.
+            off = torch.zeros(attended.shape, device=q.device).masked_fill_(~attended, -math.inf)
+            shaped.add_(off.view(groups, 1, places, 1, -1))
+        else:
+            shaped.masked_fill_(~attended.view(groups, 1, places, 1, -1), -math.inf)
         part_lse = logits.logsumexp(-1) if want_lse else None
-        part = torch.bmm(logits.softmax(-1), values).view(end - begin, k.shape[2], places, -1, dim)
-        part = part.transpose(1, 2).reshape(end - begin, places, heads, dim)
-        # A place without a row, or a row without tokens: its softmax is 0 / 0.
-        there &= attended.any(-1)
-        target = index[there]
-        out[target] = part[there]
-        if lse is not None and part_lse is not None:
-            part_lse = part_lse.view(end - begin, k.shape[2], places, -1).transpose(1, 2)
-            lse[target] = part_lse.reshape(end - begin, places, heads)[there]
+        part = torch.bmm(logits.softmax(-1), values).view(groups, kv_heads, places, -1, dim)
+        part = part.transpose(1, 2).reshape(-1, heads, dim)
+        if part_lse is not None:
+            part_lse = part_lse.view(groups, kv_heads, places, -1).transpose(1, 2).reshape(-1, heads)
+        if there is not None:
+            index, part = index[there], part[there]
+            part_lse = None if part_lse is None else part_lse[there]
+        out[index] = part
+        if lse is not None:
+            lse[index] = part_lse
     return out.mul_(v_scale) if v_scale != 1.0 else out, lse
+
+
+def _rows_of(plan: GroupedPlan, begin: int, end: int, attended: Tensor) -> tuple[slice | Tensor, Tensor | None]:
+    """Rows of some groups, and which of them get a result (None: all); a slice where that is all there is to it.
+
+    No result: a place without a row, and a row without tokens, whose softmax is 0 / 0.
+    """
+    index = plan.rows[begin:end].reshape(-1)
+    there = (index >= 0) & attended.any(-1).view(-1)
+    if bool(there.all()):
+        first, last = int(index[0]), int(index[-1])
+        # Rows of a plan ascend, so as many rows as places from first to last are all of them.
+        return (slice(first, last + 1), None) if last - first + 1 == index.numel() else (index, None)
+    return index.clamp_min(0), there
 
 
 def _chunks(starts: list[int], entry_bytes: int) -> list[tuple[int, int, int]]:
@@ -166,6 +185,15 @@ def _entries(plan: GroupedPlan, begin: int, end: int, width: int) -> tuple[Tenso
     real = place < last
     place = torch.minimum(place, last - 1).clamp_min_(0)
     return plan.masks[place].masked_fill_(~real, 0), plan.blocks[place]
+
+
+def _dead(masks: Tensor) -> Tensor:
+    """Masks [G, U] int32 -> [G, 4 * U] bool: does no place attend to token t of the entry."""
+    tokens = masks | masks >> 16
+    tokens = tokens | tokens >> 8
+    tokens = tokens | tokens >> 4
+    shifts = torch.arange(BLOCK, dtype=torch.int32, device=masks.device)
+    return ((tokens.unsqueeze(-1) >> shifts) & 1).eq_(0).bool().flatten(1)
 
 
 def _bits(masks: Tensor, places: int) -> Tensor:
