@@ -8,6 +8,8 @@ position, or repeated, are ignored; the tail is added from the position.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from page4 import env, kernels
 from page4.cache.rows import Rows
 from page4.cache.units import page_unit
@@ -59,7 +61,11 @@ def plan_grouped(
     repoint = _repoint(repoint_padding)
     if kernels.reference_wanted():
         return reference.plan_grouped(selection.block_ids, *places, repoint)
-    return torch_planner.plan_grouped(selection.as_canonical(rows.positions).block_ids, *places, repoint)
+    groups: Tensor = rows.once(
+        ("groups", group_rows),
+        lambda: torch_planner.group_neighbours(rows.positions, rows.request_of_row, group_rows),
+    )
+    return torch_planner.plan_grouped(selection.as_canonical(rows.positions).block_ids, *places, repoint, groups)
 
 
 def _repoint(asked: bool | None) -> bool:

@@ -186,7 +186,9 @@ def _tile_ids(
         if bad is not None:
             row_ids = torch.arange(rows.num_rows, device=visible.device)[index].view(n, width)
             _refuse_nan(int(row_ids[:, part].reshape(-1)[bad]))
-        found.append(torch.nn.functional.pad(ids, (0, top_k - ids.shape[1]), value=-1).view(n, len(run), top_k))
+        if ids.shape[1] < top_k:
+            ids = torch.nn.functional.pad(ids, (0, top_k - ids.shape[1]), value=-1)
+        found.append(ids.view(n, len(run), top_k))
     return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).view(n * width, top_k)
 
 

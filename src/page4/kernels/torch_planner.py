@@ -84,10 +84,11 @@ def plan_grouped(
     heads_per_kv: int,
     group_rows: int,
     repoint: bool,
+    groups: Tensor | None = None,
 ) -> GroupedPlan:
-    """See `reference.plan_grouped`."""
+    """See `reference.plan_grouped`; groups: what `group_neighbours` returned for these rows, when it is known."""
     device = positions.device
-    groups = group_neighbours(positions, requests, group_rows)
+    groups = group_neighbours(positions, requests, group_rows) if groups is None else groups
     most = (int(positions.max()) + 1) // BLOCK + 1 if positions.numel() else 1
     step = max(1, WORKSPACE_BYTES // (4 * (most + 1)))
     found = [_union(groups[i : i + step], block_ids, positions, most) for i in range(0, groups.shape[0], step)]
