@@ -16,8 +16,10 @@ class Metrics:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     target_steps: int = 0
+    windows: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_per_position: list[int] = field(default_factory=lambda: [0, 0, 0])
     accepted_per_position: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
@@ -28,6 +30,7 @@ class Completion:
     text: str
     finish_reason: str
     logprobs: Any = None
+    error: str | None = "the reason"
 
 
 @dataclass
@@ -42,14 +45,17 @@ class FakeLLM:
 
     made: ClassVar[list[FakeLLM]] = []
     wrong_with_drafts = False
+    notes_to_tell: ClassVar[tuple[str, ...]] = ()
+    finish_reason = "length"
 
     def __init__(self, model: Path, **options: Any) -> None:
         self.model, self.options = model, options
         self.metrics = Metrics()
+        self.notes = self.notes_to_tell
         self.calls: list[tuple[list[Any], Any]] = []
         FakeLLM.made.append(self)
 
-    def generate(self, prompts: list[Any], params: Any) -> list[Result]:
+    def generate(self, prompts: list[Any], params: Any, *, on_chunk: Any = None) -> list[Result]:
         self.calls.append((prompts, params))
         drafts = self.options.get("speculative_config") is not None
         results = []
@@ -58,15 +64,17 @@ class FakeLLM:
             tokens = [number, *range(1, 8)]
             if drafts and self.wrong_with_drafts:
                 tokens[-1] = 99
-            outputs = [Completion(index, tokens, f"text {number}\n", "length") for index in range(params.n)]
+            outputs = [Completion(index, tokens, f"text {number}\n", self.finish_reason) for index in range(params.n)]
             results.append(Result(str(number), ids, outputs))
             self.metrics.prefill_tokens += 100
             self.metrics.prefill_seconds += 0.5
             self.metrics.decode_tokens += 8
             self.metrics.decode_seconds += 0.25
             self.metrics.target_steps += 5
+            self.metrics.windows += 4 if drafts else 8
             if drafts:
                 self.metrics.drafted += 12
+                self.metrics.drafted_per_position = [count + 4 for count in self.metrics.drafted_per_position]
                 self.metrics.accepted += 4
                 self.metrics.accepted_per_position[0] += 3
                 self.metrics.accepted_per_position[1] += 1

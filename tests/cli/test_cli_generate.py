@@ -68,6 +68,17 @@ def test_several_texts_have_headings(capsys: pytest.CaptureFixture[str]) -> None
     assert "acceptance" not in err
 
 
+def test_notes_and_failed_requests_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLLM, "notes_to_tell", ("something is lower than asked",))
+    monkeypatch.setattr(FakeLLM, "finish_reason", "error")
+    code, out, err = run(capsys, "generate", "tiny", "ab", "--json")
+    assert code == 3
+    assert json.loads(out)["outputs"][0]["finish_reason"] == "error"
+    assert err == "page4: note: something is lower than asked\npage4: error: prompt 0: the reason\n"
+
+
 def test_every_flag_reaches_the_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("from a file")
     (tmp_path / "ids.json").write_text("[3, 4]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,18 @@ def print_text(text: str) -> None:
     """Text as it stands on stdout; what the terminal's encoding lacks becomes an escape instead of a failure."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+@contextmanager
+def token_bar(total_tokens: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, on a terminal only; the block calls what it gets with every count of new tokens."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = stderr()
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total_tokens)
+        yield lambda count: bar.advance(task, count)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import typer
 
 from page4.cli import console, flags, models, prompts, report
 from page4.cli.flags import PROMPTS, SAMPLING, Number, option
+from page4.errors import EngineError
 
 if TYPE_CHECKING:
     from page4.engine import RequestOutput
@@ -94,7 +95,7 @@ def generate(
         logprobs=logprobs,
         n=n,
     )
-    token_ids = as_token_ids(folder, wanted, chat=chat, max_model_len=max_model_len)
+    token_ids = as_token_ids(folder, wanted, chat=chat, max_model_len=max_model_len, stop_ids=params.stop_token_ids)
     with console.spinner(f"loading {model}"):
         llm = page4.LLM(
             folder,
@@ -110,12 +111,24 @@ def generate(
             allow_unit_scales=allow_unit_scales,
             seed=seed,
         )
-    results = llm.generate(token_ids, params)
+    for note in llm.notes:
+        console.stderr().print(f"page4: note: {note}")
+    with console.token_bar(len(token_ids) * n * max_tokens) as advance:
+        results = llm.generate(token_ids, params, on_chunk=lambda chunk: advance(len(chunk.token_ids)))
     counts = report.Counts.of(llm)
     if json:
         console.print_json({"outputs": report.outputs_object(results), "metrics": report.metrics_object(counts)})
     else:
         show(results, counts)
+    check_finished(results)
+
+
+def check_finished(results: list[RequestOutput]) -> None:
+    """Raise `EngineError` naming the first request that ended in an error; what it wrote has been shown."""
+    for number, result in enumerate(results):
+        for completion in result.outputs:
+            if completion.finish_reason == "error":
+                raise EngineError(f"prompt {number}: {completion.error}")
 
 
 def show(results: list[RequestOutput], counts: report.Counts) -> None:

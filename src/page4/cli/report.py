@@ -21,8 +21,10 @@ class Counts:
     decode_tokens: int
     decode_seconds: float
     target_steps: int
+    windows: int
     drafted: int
     accepted: int
+    drafted_per_position: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
 
     @classmethod
@@ -35,22 +37,25 @@ class Counts:
             metrics.decode_tokens,
             metrics.decode_seconds,
             metrics.target_steps,
+            metrics.windows,
             metrics.drafted,
             metrics.accepted,
+            tuple(metrics.drafted_per_position),
             tuple(metrics.accepted_per_position),
         )
 
     def __sub__(self, earlier: Counts) -> Counts:
-        positions = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
         return Counts(
             self.prefill_tokens - earlier.prefill_tokens,
             self.prefill_seconds - earlier.prefill_seconds,
             self.decode_tokens - earlier.decode_tokens,
             self.decode_seconds - earlier.decode_seconds,
             self.target_steps - earlier.target_steps,
+            self.windows - earlier.windows,
             self.drafted - earlier.drafted,
             self.accepted - earlier.accepted,
-            tuple(now - then for now, then in positions),
+            differences(self.drafted_per_position, earlier.drafted_per_position),
+            differences(self.accepted_per_position, earlier.accepted_per_position),
         )
 
     @property
@@ -59,19 +64,20 @@ class Counts:
         return rate(self.decode_tokens, self.decode_seconds)
 
     @property
-    def windows(self) -> int:
-        """Decode steps summed over requests: each wrote one token of the target and the drafts that it accepted."""
-        return self.decode_tokens - self.accepted
-
-    @property
     def tokens_per_step(self) -> float:
-        """New tokens of one request in one step of the target."""
+        """New tokens of one request in one step of the target (a window), its first token apart."""
         return round(self.decode_tokens / self.windows, 3) if self.windows > 0 else 0.0
 
     @property
     def acceptance(self) -> list[float]:
-        """Share of windows that accepted the draft at each position, the first position first."""
-        return [round(count / self.windows, 3) if self.windows > 0 else 0.0 for count in self.accepted_per_position]
+        """Share of the drafts at each position that the target accepted, the first position first."""
+        pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        return [round(accepted / drafted, 3) if drafted else 0.0 for accepted, drafted in pairs]
+
+
+def differences(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    """Entry by entry."""
+    return tuple(a - b for a, b in zip(now, then, strict=True))
 
 
 def outputs_object(results: Iterable[RequestOutput]) -> list[dict[str, Any]]:
@@ -86,7 +92,7 @@ def outputs_object(results: Iterable[RequestOutput]) -> list[dict[str, Any]]:
                 "finish_reason": completion.finish_reason,
             }
             if completion.logprobs is not None:
-                entry["logprobs"] = completion.logprobs
+                entry["logprobs"] = [[vars(token) for token in place] for place in completion.logprobs]
             entries.append(entry)
     return entries
 

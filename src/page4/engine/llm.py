@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,16 @@ class LLM:
         return found
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids) together; results in the order of the prompts.
 
-        `params` is one for all or one for each. All prompts are checked before the first is queued. A request that
-        failed has an output with `finish_reason` "error" and the reason in `error`.
+        `params` is one for all or one for each; `on_chunk` sees every chunk as it comes. All prompts are checked before
+        the first is queued. A request that failed has an output with `finish_reason` "error" and the reason in `error`.
         """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
@@ -165,6 +169,8 @@ class LLM:
                         self._others.append(chunk)
                     else:
                         collector.add(chunk, preemptions[chunk.request_id])
+                        if on_chunk is not None:
+                            on_chunk(chunk)
         finally:
             for name, collector in collectors.items():
                 if not collector.done:
