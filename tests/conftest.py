@@ -101,6 +101,15 @@ _SEED = pytest.StashKey[int]()
 
 
 @pytest.fixture
+def one_thread() -> Generator[None, None, None]:
+    """For tests of tiny tensors: on a busy machine, waking a second thread costs more than the test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def rng(seed: int) -> random.Random:
     """Python random numbers of the test's seed."""
     return random.Random(seed)
