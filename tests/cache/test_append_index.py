@@ -15,6 +15,7 @@ from torch import Tensor
 
 from page4.cache.append import append_index, append_kv
 from page4.cache.layout import CacheLayout
+from page4.cache.places import index_places
 from page4.cache.rows import Rows
 from page4.cache.storage import Arena
 from page4.errors import CacheError
@@ -276,3 +277,21 @@ def test_shapes_that_do_not_fit_are_refused(rng: random.Random) -> None:
         append_index(lane.pooled, lane.ring, torch.zeros(6, E // 2), rows, torch.tensor([1]), norm_and_rope)
     with pytest.raises(CacheError, match=r"state slots: expected \[1\], got \[2\]"):
         append_index(lane.pooled, lane.ring, torch.zeros(6, E), rows, torch.tensor([1, 2]), norm_and_rope)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_no_two_rows_share_a_place(host: bool) -> None:
+    """Which of two writes to one place wins is up to the device, so the ring is given the newest 16 rows only."""
+    rows = make_rows([(5, 40), (0, 3), (14, 17)], [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10, 11]], host=host)
+    places = index_places(rows, torch.tensor([3, 1, 2]), S)
+    kept = slice(None) if places.real is None else places.real
+    ring = torch.stack((places.slots, places.ring_places), 1)[kept].tolist()
+    assert sorted(map(tuple, ring)) == sorted(
+        [(3, p % 16) for p in range(29, 45)] + [(1, p) for p in range(3)] + [(2, p % 16) for p in range(15, 31)]
+    )
+    assert places.blocks is not None
+    kept = slice(None) if places.blocks.real is None else places.blocks.real
+    pooled = torch.stack((places.blocks.page, places.blocks.place), 1)[kept].tolist()
+    # Positions 5..44 complete blocks 1..10, 0..2 none, 14..30 blocks 3..6.
+    want = [(1 + b // 2, b % 2) for b in range(1, 11)] + [(8 + b // 2, b % 2) for b in range(3, 7)]
+    assert sorted(map(tuple, pooled)) == sorted(want)
