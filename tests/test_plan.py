@@ -220,6 +220,16 @@ def test_eight_rows_use_the_sign_bit(kernels: str) -> None:
     }
 
 
+def test_b48_physical_blocks_are_64_bit(kernels: str) -> None:
+    """An int32 page times 201 blocks a page: 20,000,000 * 201 wraps around in int32."""
+    rows = make_rows([(809, 2)], torch.tensor([[20_000_000, 2**31 - 1]], dtype=torch.int32))
+    selection = selection_of([[0, 200, 201], [200]], 3)
+    right = {0: 4_020_000_000, 200: 4_020_000_200, 201: (2**31 - 1) * 201, 202: (2**31 - 1) * 201 + 1}
+    plan = plan_grouped(selection, rows, 804, 6)
+    assert {int(n): int(b) for n, b in zip(plan.logical, plan.blocks, strict=True) if n >= 0} == right
+    assert plan_rows(selection, rows, 804).table[0].tolist() == list(right.values())
+
+
 def test_padding_never_points_at_the_null_page(kernels: str, rng: random.Random) -> None:
     for _ in range(5):
         selection, rows = random_step(rng, bad_ids=True)

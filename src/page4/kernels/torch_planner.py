@@ -50,7 +50,8 @@ def plan_rows(
     blocks.scatter_(1, counts.long().unsqueeze(1), torch.where(tail > 0, complete, -1).unsqueeze(1))
     padding = blocks < 0
     blocks = torch.where(padding, blocks[:, :1] if repoint else 0, blocks).clamp_min_(0)
-    table = block_table[requests.unsqueeze(1), blocks // per_page] * per_page + blocks % per_page
+    # int64 before the multiply: a page of an int32 table times blocks a page may pass 2**31.
+    table = block_table[requests.unsqueeze(1), blocks // per_page].long() * per_page + blocks % per_page
     lengths = counts * BLOCK + tail
     if repoint:
         table.masked_fill_((lengths == 0).unsqueeze(1), 0)
@@ -102,7 +103,7 @@ def plan_grouped(
     group, logical, masks = group[order], logical[order], masks[order]
     per_page = page_tokens // BLOCK
     request = requests[groups[:, 0]][group] if groups.numel() else empty
-    blocks = block_table[request, logical // per_page] * per_page + logical % per_page
+    blocks = block_table[request, logical // per_page].long() * per_page + logical % per_page
 
     # Where each (group, tile set) begins among the real entries, and among the padded ones.
     category, inverse, sizes = key.unique_consecutive(return_inverse=True, return_counts=True)
