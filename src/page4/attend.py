@@ -169,6 +169,9 @@ def _row_by_row(
         partition, partial_dtype = -(-plan.table.shape[1] // splits), torch.float32
     if reference_wanted():
         return reference.attend_rows(*operands, partition, partial_dtype, zero_unattended)
+    if splits is None and partial_dtype == torch.float32:
+        # Nothing is rounded between partitions, and one processor gains nothing from them.
+        partition = plan.table.shape[1]
     return torch_attend.attend_rows(*operands, partition, partial_dtype, zero_unattended, want_lse)
 
 
