@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/page4 demo
 
 test: $(STAMP)
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,28 @@
+"""Checkpoints that the end-to-end tests of the engine share: small, random, with an MTP head and few tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.oracle import random_checkpoint
+
+# Few tokens, so that drafts of a random head are accepted now and then; budget 32, so that prompts above 35 are pruned.
+SMALL = {"vocab_size": 24, "indexer_budget": 32, "max_position_embeddings": 512}
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY with 24 tokens, no PLE apart: all parts of the model are there."""
+    return random_checkpoint(tmp_path_factory.mktemp("small"), seed=11, **SMALL)
+
+
+@pytest.fixture(scope="session")
+def small_two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two KV heads, two QSA layers, no PLE."""
+    return random_checkpoint(
+        tmp_path_factory.mktemp("small_two"),
+        seed=12,
+        **{**SMALL, "num_key_value_heads": 2, "num_attention_heads": 4, "ple_layer_ids": []},
+        layer_types=["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    )
