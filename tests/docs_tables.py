@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from page4 import env
 from page4.cli.app import build
 
 README = Path(__file__).parent.parent / "README.md"
+RESULTS = README.parent / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -36,6 +38,43 @@ def flag_rows(verb: Any) -> list[list[str]]:
     return rows
 
 
+def speed() -> str:
+    """The saved benchmark results: what they were measured on, then a table each."""
+    parts = []
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+        parts.append(
+            f"{result['date'][:10]}, commit {result['commit']}: {result['cpu']}, {result['threads']} threads, "
+            f"{result['dtype']}, Python {result['python']}, {versions}; `{result['command']}`:\n\n"
+            + table(["measurement", "transformers", "page4, k = 0", "page4, k = 3", "tokens equal"], speed_rows(result))
+        )
+        if "memory" in result:
+            memory = result["memory"]
+            parts[-1] += (
+                f"\nPeak memory of {memory['requests']} prompts of {memory['prompt_tokens']} tokens together: "
+                f"{memory['peak_above_imports_bytes'] / 2**20:.0f} MiB above an interpreter with its imports, "
+                f"{memory['ratio']:.2f}x weights + arena.\n"
+            )
+    return "\n".join(parts) or "No result has been saved yet.\n"
+
+
+def speed_rows(result: dict[str, Any]) -> list[list[str]]:
+    names = {
+        "prefill": ("prefill of {prefill_tokens} tokens", "tokens_per_s"),
+        "decode": ("greedy decode, 1 request", "tokens_per_s"),
+        "together": ("{together_requests} requests, prompt to last token", "output_tokens_per_s"),
+    }
+    rows = []
+    for section, (title, key) in names.items():
+        if section in result:
+            part = result[section]
+            cells = [f"{part['transformers'][key]:.0f} tokens/s"]
+            cells += [f"{part[f'page4_{k}'][key]:.0f} tokens/s ({part['ratio'][k]:.2f}x)" for k in ("k0", "k3")]
+            rows.append([title.format(**result["sizes"]), *cells, "yes" if part["tokens_equal"] else "no"])
+    return rows
+
+
 def sections() -> dict[str, str]:
     """The generated text of every section, by name."""
     commands = build().commands
@@ -47,6 +86,7 @@ def sections() -> dict[str, str]:
         for v in env.VARIABLES
     ]
     found["environment"] = table(["variable", "default", "values", "meaning", "also read as"], rows)
+    found["speed"] = speed()
     return found
 
 
