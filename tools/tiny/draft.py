@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from model import QSA, Body, HyperConnection, QsaLayer, RMSNorm
 from torch import Tensor, nn
+
+from model import QSA, Body, HyperConnection, QsaLayer, RMSNorm
 
 
 @dataclass
@@ -60,7 +61,9 @@ class TinyLM(nn.Module):
         out = self.model.embed_tokens(tokens)
         return out.to(torch.get_autocast_dtype(out.device.type)) if torch.is_autocast_enabled(out.device.type) else out
 
-    def target(self, tokens: Tensor, mode: str = QSA, *, learn: bool = False, open_: Tensor | None = None) -> TargetOutput:
+    def target(
+        self, tokens: Tensor, mode: str = QSA, *, learn: bool = False, open_: Tensor | None = None
+    ) -> TargetOutput:
         """The target over `tokens: [B, S]`, S a multiple of 4. `open_` (a bool scalar) lifts the selection."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         streams = self.embed(tokens).repeat(1, 1, self.config["hc_count"])

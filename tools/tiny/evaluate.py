@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from data import held_out_windows, read_tokens
 from draft import TinyLM
-from model import DENSE, QSA, WINDOW, QsaLayer
 from torch import Tensor
+
+from model import DENSE, QSA, WINDOW, QsaLayer
 
 CONTEXT, PROMPT, NEW, DRAFTS = 2048, 512, 128, 3
 
@@ -58,7 +59,9 @@ def matches(model: TinyLM, tokens: Tensor) -> Tensor:
     rows = tokens.shape[1] - DRAFTS - 1
     streams = model.target(tokens[:, :rows]).streams
     hidden, *_ = model.drafts(streams, tokens[:, : rows + DRAFTS], DRAFTS)
-    return torch.stack([model.lm_head(h).argmax(-1) == tokens[:, j + 1 : rows + j + 1] for j, h in enumerate(hidden, 1)], -1)
+    return torch.stack(
+        [model.lm_head(h).argmax(-1) == tokens[:, j + 1 : rows + j + 1] for j, h in enumerate(hidden, 1)], -1
+    )
 
 
 def tokens_per_step(right: Tensor, first: int, last: int) -> tuple[float, list[float]]:
@@ -101,7 +104,9 @@ def module_k(model: TinyLM) -> int:
     return int(model.config["indexer_budget"] // model.config["indexer_compress_ratio"])
 
 
-def evaluate(model: TinyLM, held: Tensor, device: str, *, count: int = 96, prompts: int = 48, batch: int = 8) -> dict[str, Any]:
+def evaluate(
+    model: TinyLM, held: Tensor, device: str, *, count: int = 96, prompts: int = 48, batch: int = 8
+) -> dict[str, Any]:
     """All figures, in fp32."""
     model.eval()
     windows = held_out_windows(held, count, CONTEXT + 1, 2).to(device)

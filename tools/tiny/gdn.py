@@ -115,7 +115,9 @@ def _scan_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output:
 
 
 def _scan_backward(ctx: Any, grad_v: Tensor, grad_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor, Tensor, Tensor] = scan_backward(grad_v.contiguous(), grad_states.contiguous(), *ctx.saved_tensors)
+    grads: tuple[Tensor, Tensor, Tensor, Tensor] = scan_backward(
+        grad_v.contiguous(), grad_states.contiguous(), *ctx.saved_tensors
+    )
     return grads
 
 
@@ -127,11 +129,15 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Gated delta rule. q, k: [B, Hk, S, D]; v: [B, Hv, S, D]; log_decay, beta: [B, Hv, S]; all fp32 -> [B, Hv, S, D]."""
-    batch, heads, length, dim = v.shape
+    """Gated delta rule in fp32. q, k: [B, Hk, S, D]; v: [B, Hv, S, D]; log_decay, beta: [B, Hv, S] -> like v."""
+    batch, heads, length, _ = v.shape
     repeat = heads // q.shape[1]
     q, k = (x.unflatten(2, (-1, CHUNK)) for x in (l2norm(q) * q.shape[-1] ** -0.5, l2norm(k)))
-    v, total, beta = v.unflatten(2, (-1, CHUNK)), log_decay.unflatten(2, (-1, CHUNK)).cumsum(-1), beta.unflatten(2, (-1, CHUNK))
+    v, total, beta = (
+        v.unflatten(2, (-1, CHUNK)),
+        log_decay.unflatten(2, (-1, CHUNK)).cumsum(-1),
+        beta.unflatten(2, (-1, CHUNK)),
+    )
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
     pair = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(upper, -torch.inf).exp()
     kk = torch.matmul(k, k.transpose(-1, -2)).repeat_interleave(repeat, 1)
@@ -176,11 +182,14 @@ class GatedDeltaNet(nn.Module):
         taps = self.conv1d.weight.shape[-1]
         out = torch.zeros_like(x, dtype=torch.float32)
         for tap in range(taps):
-            out = out + F.pad(x, (0, 0, taps - 1 - tap, 0))[:, : x.shape[1]].float() * self.conv1d.weight[:, 0, tap].float()
+            out = (
+                out
+                + F.pad(x, (0, 0, taps - 1 - tap, 0))[:, : x.shape[1]].float() * self.conv1d.weight[:, 0, tap].float()
+            )
         return F.silu(out)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
+        _, length, _ = x.shape
         pad = -length % CHUNK
         qkv = self.convolve(self.in_proj_qkv(x))
         log_decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())

@@ -302,7 +302,9 @@ class PLE(nn.Module):
         self.norm_key = RMSNorm(wide, eps, self.hidden)
         self.norm_query = RMSNorm(wide, eps, self.hidden)
         self.norm_conv = RMSNorm(wide, eps, self.hidden)
-        self.conv1d = nn.Conv1d(wide, wide, config["ple_conv_kernel_size"], groups=wide, dilation=self.dilation, bias=False)
+        self.conv1d = nn.Conv1d(
+            wide, wide, config["ple_conv_kernel_size"], groups=wide, dilation=self.dilation, bias=False
+        )
 
     def forward(self, streams: Tensor, ids: Tensor) -> Tensor:
         features = self.ple_embedding(ids).type_as(streams)

@@ -55,7 +55,9 @@ class Muon:
 class Optimiser:
     """Both, with one learning-rate factor."""
 
-    def __init__(self, model: nn.Module, *, muon_rate: float, adam_rate: float, table_rate: float, decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, *, muon_rate: float, adam_rate: float, table_rate: float, decay: float
+    ) -> None:
         matrices, tables, index, rest = [], [], [], []
         for name, p in model.named_parameters():
             if re.search(TABLES, name):

@@ -82,7 +82,9 @@ def _splitmix(value: int) -> int:
 def ngram_multipliers(config: dict[str, Any]) -> list[int]:
     """Odd 63-bit multipliers of the n-gram hash of PLE module 0, one for each token of the n-gram."""
     half = max(1, ((1 << 63) - 1) // config["vocab_size"] // 2)
-    return [2 * (_splitmix((config["seed"] + _GAMMA * (i + 1)) & _MASK) % half) + 1 for i in range(config["ngram_size"])]
+    return [
+        2 * (_splitmix((config["seed"] + _GAMMA * (i + 1)) & _MASK) % half) + 1 for i in range(config["ngram_size"])
+    ]
 
 
 def ngram_head_sizes(config: dict[str, Any]) -> list[int]:

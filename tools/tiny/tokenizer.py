@@ -86,13 +86,18 @@ def main(work: Path, assets: Path) -> None:
     payload = header + train_tokens.tobytes() + held_tokens.tobytes()
     with lzma.open(work / "tokens.bin.xz", "wb", preset=1) as out:
         out.write(payload)
-    print(json.dumps({
-        "train_tokens": len(train_tokens),
-        "held_tokens": len(held_tokens),
-        "bytes_per_token": sum(len(d.encode()) for d in held) / len(held_tokens),
-        "tokens_sha256": hashlib.sha256(payload).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256((assets / "tokenizer.json").read_bytes()).hexdigest(),
-    }, indent=1))
+    print(
+        json.dumps(
+            {
+                "train_tokens": len(train_tokens),
+                "held_tokens": len(held_tokens),
+                "bytes_per_token": sum(len(d.encode()) for d in held) / len(held_tokens),
+                "tokens_sha256": hashlib.sha256(payload).hexdigest(),
+                "tokenizer_sha256": hashlib.sha256((assets / "tokenizer.json").read_bytes()).hexdigest(),
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from data import random_windows, read_tokens
 from draft import TinyLM, initialise
 from evaluate import evaluate
 from export import state_from_checkpoint
-from model import QSA, QsaLayer
 from optimise import Optimiser
 from safetensors.torch import load_file, save_file
 from shape import CONFIG
 from torch import Tensor
+
+from model import QSA, QsaLayer
 
 START = time.time()
 DRAFT_WEIGHTS = (1.0, 0.8, 0.6)
@@ -57,7 +58,9 @@ def compile_parts(model: TinyLM) -> None:
     draft_loss = torch.compile(draft_loss, dynamic=False)
 
 
-def step_losses(model: TinyLM, batch: Tensor, length: int, open_: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
+def step_losses(
+    model: TinyLM, batch: Tensor, length: int, open_: Tensor, args: argparse.Namespace
+) -> dict[str, Tensor]:
     """All losses of `batch: [B, length + 4]`, and their weighted sum as "total"."""
     out = model.target(batch[:, :length], learn=True, open_=open_)
     weight = model.lm_head.weight
@@ -122,7 +125,12 @@ def train(model: TinyLM, optimiser: Optimiser, tokens: Tensor, args: argparse.Na
             now = time.time()
             rate = (step - last[1]) * args.batch * args.length / (now - last[0])
             began, last = began or now, (now, step)
-            row |= {"step": step, "seconds": round(now - START, 1), "rate": round(factor, 4), "tokens_per_s": round(rate)}
+            row |= {
+                "step": step,
+                "seconds": round(now - START, 1),
+                "rate": round(factor, 4),
+                "tokens_per_s": round(rate),
+            }
             log.append(row)
             print(json.dumps(row), flush=True)
     if not saved:
@@ -181,14 +189,19 @@ def main() -> None:
         public = any(".experts.0." in name for name in weights)
         model.load_state_dict(state_from_checkpoint(weights) if public else {k: v.float() for k, v in weights.items()})
         print("resumed weights")
-    print(f"loaded after {time.time() - START:.1f} s; {sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    print(
+        f"loaded after {time.time() - START:.1f} s; {sum(p.numel() for p in model.parameters())} parameters", flush=True
+    )
     if not args.no_compile:
         compile_parts(model)
     log = train(model.train(), optimiser, train_tokens.to(device), args)
     save_weights(model, args.out, "final")
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     print(f"trained after {time.time() - START:.1f} s, peak {peak:.1f} GiB", flush=True)
-    record: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    record: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
     record |= {"arguments": {k: str(v) for k, v in vars(args).items()}, "log": log, "peak_gib": peak}
     (args.out / "log.json").write_text(json.dumps(record, indent=1) + "\n")
     if args.windows:
