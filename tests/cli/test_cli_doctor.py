@@ -44,8 +44,16 @@ def test_every_step_has_a_route_and_reasons_against_the_others(report: dict[str,
     assert {row["step"].split(",")[0] for row in report["routes"]} == {"decode", "verify", "prefill"}
     for row in report["routes"]:
         assert row["why"]
-        assert {row["route"], *row["others"]} == {"generic", "xqa", "grouped"}
+        assert {row["route"], *row["others"]} - {None} == {"generic", "xqa", "grouped"}
         assert all(row["others"].values())
+        if row["device"] == "cpu":
+            assert row["route"] is not None
+            assert row["shapes"] == ["24/2 x 256", "12/1 x 256", "6/1 x 256", "3/1 x 256"]
+            assert "fp8_e4m3" in row["kv_dtypes"]
+        else:
+            assert row["route"] is None
+            assert "no kernel for cuda in this version" in row["others"]["grouped"]
+    assert {(row["op"], row["route"]) for row in report["kernels"]} >= {("attend", "grouped"), ("plan", "xqa")}
     # The grouped route was switched off above: nothing may be said to use it.
     assert "grouped" not in {row["route"] for row in report["routes"]}
     assert "PAGE4_GROUPED=0" in report["off"].values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from page4 import kernels
 from page4.cli import console, flags, machine
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def examine() -> dict[str, Any]:
         "devices": machine.devices(),
         "environment": machine.environment(),
         "checkpoint": machine.embedded_checkpoint(),
+        "kernels": kernels.table(),
         "routes": routes.table(),
         "off": machine.features_off(),
     }
@@ -42,23 +44,25 @@ def show(report: dict[str, Any], out: Console) -> None:
     show_pairs(out, "embedded checkpoint", {key: words(value) for key, value in report["checkpoint"].items()})
     rows = [[entry["name"], words(entry["value"]), entry["source"], entry["help"]] for entry in report["environment"]]
     out.print(make_table("environment", ["variable", "value", "from", "meaning"], rows))
+    rows = [[entry["op"], entry["route"], entry["device"], entry["kernel"]] for entry in report["kernels"]]
+    out.print(make_table("kernels", ["operation", "route", "device", "kernel"], rows))
     show_routes(out, report["routes"])
     show_pairs(out, "off", report["off"])
 
 
 def show_routes(out: Console, entries: list[dict[str, Any]]) -> None:
-    """Which route serves which step; shapes and types that share every answer stand above the table."""
-    shapes = {(entry["device"], tuple(entry["shapes"]), tuple(entry["kv_dtypes"])) for entry in entries}
-    for device, served, kv_dtypes in sorted(shapes):
-        title = (
-            f"routes of attend on {device}, for heads/KV heads x dim {', '.join(served)} and K/V {', '.join(kv_dtypes)}"
-        )
-        rows = [
-            [entry["step"], entry["route"], entry["why"], "; ".join(f"{k}: {v}" for k, v in entry["others"].items())]
-            for entry in entries
-            if entry["device"] == device
-        ]
-        out.print(make_table(title, ["step", "route", "why", "why not the others"], rows))
+    """Which route serves which step; entries that share device, shapes and types share a table."""
+    groups: dict[str, list[list[str]]] = {}
+    for entry in entries:
+        where = f"{entry['device']}, heads/KV heads x dim {words(entry['shapes'])}, K/V {words(entry['kv_dtypes'])}"
+        against = "\n".join(f"{name}: {reason}" for name, reason in entry["others"].items())
+        served = entry["route"] is not None
+        row = [entry["step"] if served else "any step", entry["route"] or "none", entry["why"], against]
+        rows = groups.setdefault(where, [])
+        if row not in rows:
+            rows.append(row)
+    for where, rows in groups.items():
+        out.print(make_table(f"routes of attend on {where}", ["step", "route", "why", "why not the others"], rows))
 
 
 def show_pairs(out: Console, title: str, pairs: dict[str, str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from page4 import env
 from page4.attend import choose_route
+from page4.kernels import ROUTES, supports
 
 # Rows of each request in a step.
 STEPS: dict[str, tuple[int, ...]] = {
@@ -16,7 +18,9 @@ STEPS: dict[str, tuple[int, ...]] = {
     "verify, 16 x 4 rows": (4,) * 16,
     "prefill, 2048 rows": (2048,),
 }
-KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
+# As people name them, and as the elements are stored.
+KV_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "fp8_e4m3": "uint8"}
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -36,29 +40,36 @@ SHAPES = (Shape(24, 2, 256), Shape(12, 1, 256), Shape(6, 1, 256), Shape(3, 1, 25
 
 
 def table() -> list[dict[str, Any]]:
-    """One entry for each kind of step: the route, why, and why not each of the others."""
-    entries = []
-    for step, rows in STEPS.items():
-        route, why = choose_route(rows, grouped_allowed=env.get("GROUPED"))
-        entries.append(
-            {
-                "device": "cpu",
-                "shapes": [str(shape) for shape in SHAPES],
-                "kv_dtypes": list(KV_DTYPES),
-                "step": step,
-                "route": route,
-                "why": why,
-                "others": others(route, why),
-            }
-        )
+    """One entry for each answer on each device: the step, the route that serves it (None: no route does), why, why
+    not each of the others, and all shapes and K/V types that this answer holds for.
+    """
+    entries: list[dict[str, Any]] = []
+    for device, step, shape, kv_dtype in itertools.product(DEVICES, STEPS, SHAPES, KV_DTYPES):
+        found = {"device": device, "step": step, **answer(device, STEPS[step], shape, KV_DTYPES[kv_dtype])}
+        same = next((entry for entry in entries if all(entry[key] == value for key, value in found.items())), None)
+        if same is None:
+            same = {**found, "shapes": [], "kv_dtypes": []}
+            entries.append(same)
+        for key, value in (("shapes", str(shape)), ("kv_dtypes", kv_dtype)):
+            if value not in same[key]:
+                same[key].append(value)
     return entries
 
 
-def others(route: str, why: str) -> dict[str, str]:
-    """Why each route that was not chosen was not: on a CPU every route can serve every step."""
-    reasons = {
+def answer(device: str, rows: tuple[int, ...], shape: Shape, stored: str) -> dict[str, Any]:
+    """The route of one step, and the reason against each of the others."""
+    heads_per_kv = shape.heads // shape.kv_heads
+    refusals = {
+        route: supports("attend", route, device=device, kv_dtype=stored, heads_per_kv=heads_per_kv)
+        for route in ROUTES["attend"]
+    }
+    if all(refusals.values()):
+        return {"route": None, "why": "no route serves it", "others": refusals}
+    route, why = choose_route(rows, grouped_allowed=env.get("GROUPED"), heads_per_kv=heads_per_kv)
+    slower = {
         "generic": "splits one row over many processors, which a CPU step has no use for",
         "xqa": "would gather the blocks that neighbouring rows share once for each row",
         "grouped": why,
     }
-    return {name: reason for name, reason in reasons.items() if name != route}
+    others = {name: refusal or slower[name] for name, refusal in refusals.items() if name != route}
+    return {"route": route, "why": why, "others": others}
