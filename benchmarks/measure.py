@@ -30,7 +30,7 @@ class Sizes:
     together_prompt_tokens: int = 256
     together_tokens: int = 128
     memory_prompt_tokens: int = 2048
-    repeats: int = 5
+    repeats: int = 3
 
     @classmethod
     def quick(cls) -> Sizes:
@@ -135,7 +135,7 @@ def together(lanes: dict[int, Lane], peer: Any, ids: list[int], sizes: Sizes) ->
     if peer is not None:
         sides["transformers"] = partial(peer.generate_each, batch, count)
     # The peer takes half a minute a round: the machine's noise is small beside that.
-    timed = in_turn(sides, repeats=min(sizes.repeats, 3))
+    timed = in_turn(sides, repeats=min(sizes.repeats, 2))
     figures = {
         name: {**summary(times), "output_tokens_per_s": round(len(batch) * count / statistics.median(times), 1)}
         for name, (times, _) in timed.items()
