@@ -84,7 +84,7 @@ def test_template_of_the_config_and_named_templates(tmp_path: Path) -> None:
         (None, [{"role": "user"}], "expected one in the checkpoint"),
         ("x", [], "at least one"),
         ("{{ raise_exception('roles must alternate') }}", [{"role": "user"}], "roles must alternate"),
-        ("{{ messages[0].content + 'x' }}", [{"role": "user"}], "undefined"),
+        ("{{ messages[0].content + 'x' }}", [{"role": "user"}], "no attribute 'content'"),
         ("{{ messages.append(1) }}", [{"role": "user"}], "unsafe"),
         ("{{ messages.__class__.__mro__ }}", [{"role": "user"}], "unsafe"),
     ],
