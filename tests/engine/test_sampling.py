@@ -65,10 +65,11 @@ def test_filters_by_hand(params: dict[str, Any], expected: list[float]) -> None:
     assert filtered([0.5, 0.25, 0.125, 0.125], **params) == pytest.approx(expected, abs=1e-6)
 
 
+# No sum of these weights lies on the edge of one of these top_p, where rounding decides.
 @given(
     st.lists(st.integers(0, 12), min_size=2, max_size=12).filter(any),
     st.integers(0, 13),
-    st.sampled_from([1.0, 0.999, 0.9001, 0.7303, 0.3107, 0.0503])  # no sum of these weights is on an edge,
+    st.sampled_from([1.0, 0.999, 0.9001, 0.7303, 0.3107, 0.0503]),
     st.sampled_from([0.0, 0.07, 0.43, 0.97]),
 )
 def test_filters_against_exact_arithmetic(weights: list[int], top_k: int, top_p: float, min_p: float) -> None:
