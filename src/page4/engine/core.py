@@ -183,13 +183,15 @@ class EngineCore:
         routes = attend.route_counts.copy()
         flight = self._ledger.launch([work.request.owner for work in plan.work])
         batch = self._batch(plan.work)
-        output = self.model.forward(batch, self.arena)
-        asked, rows = self._asked(plan.work, batch.row_starts)
+        keep = [self._rows_kept(work) for work in plan.work]
+        starts = list(itertools.accumulate(keep, initial=0))
+        output = self.model.forward(batch, self.arena, keep)
+        asked, rows = self._asked(plan.work, starts)
         verified: dict[str, Verified] = {}
         if rows:
             logits = self.model.logits(output.streams[torch.tensor(rows, device=output.streams.device)])
             verified = verify(logits, asked, self._q)
-        self._score_prompts(plan.chunks, batch, output.streams, len(plan.windows))
+        self._score_prompts(plan.chunks, starts, output.streams, len(plan.windows))
         bad = self._nonfinite(plan.work, batch, output.nonfinite_rows)
         taken = [self._rows_taken(work, verified.get(work.request.owner)) for work in plan.work]
         whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
@@ -215,7 +217,7 @@ class EngineCore:
                 if delta is None and full and not request.finished:
                     self._end(request, "length")
                 if self._drafter is not None and not request.finished:
-                    entry = self._catch_up(work, taken[n], batch.row_starts[n])
+                    entry = self._catch_up(work, taken[n], starts[n])
                     catch_up.extend([] if entry is None else [entry])
         if self._drafter is not None and catch_up:
             self._draft(output.streams, catch_up)
@@ -239,17 +241,24 @@ class EngineCore:
             spans.append(RowSpan(list(entry.token_ids), entry.first_position, pages, request.slot.slot, before))
         return StepBatch.build(spans, geometry, self.model.device)
 
-    def _asked(self, work: Sequence[Work], row_starts: Sequence[int]) -> tuple[list[Asked], list[int]]:
-        """The requests that get tokens from this step, and the step's rows whose logits they need."""
+    def _asked(self, work: Sequence[Work], starts: Sequence[int]) -> tuple[list[Asked], list[int]]:
+        """The requests that get tokens from this step, and the kept rows whose logits they need."""
         asked: list[Asked] = []
         rows: list[int] = []
         for n, entry in enumerate(work):
             if not gives_token(entry) or entry.request.num_tokens >= entry.request.length_limit:
                 continue
             asked.append(Asked(entry, len(rows)))
-            first = row_starts[n] if entry.is_window else row_starts[n + 1] - 1
-            rows.extend(range(first, row_starts[n + 1]))
+            first = starts[n] if entry.is_window else starts[n + 1] - 1
+            rows.extend(range(first, starts[n + 1]))
         return asked, rows
+
+    def _rows_kept(self, work: Work) -> int:
+        """Newest rows whose streams are read: all of a window or for drafts and prompt log probabilities, else one."""
+        request = work.request
+        drafting = self._drafter is not None and request.draft_room() > 0
+        scoring = request.params.prompt_logprobs is not None
+        return work.num_rows if work.is_window or drafting or scoring else 1
 
     @staticmethod
     def _rows_taken(work: Work, verified: Verified | None) -> int:
@@ -295,7 +304,7 @@ class EngineCore:
                 if found.q is not None:
                     self._q[entry.request.owner] = found.q
 
-    def _score_prompts(self, chunks: Sequence[Work], batch: StepBatch, streams: Tensor, first: int) -> None:
+    def _score_prompts(self, chunks: Sequence[Work], starts: Sequence[int], streams: Tensor, first: int) -> None:
         """Log probabilities of prompt tokens that this step's rows predict, each once even after a preemption."""
         for n, work in enumerate(chunks, start=first):
             request = work.request
@@ -307,7 +316,7 @@ class EngineCore:
             end = min(work.first_position + work.num_rows, request.prompt_len - 1)
             if begin >= end:
                 continue
-            offset = batch.row_starts[n] - work.first_position
+            offset = starts[n] - work.first_position
             logits = self.model.logits(streams[offset + begin : offset + end])
             tokens = request.token_ids[begin + 1 : end + 1]
             known.extend(logprobs(logits, tokens, [count] * len(tokens)))

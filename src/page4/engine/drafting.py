@@ -59,12 +59,10 @@ class Drafter:
         """Catch up and draft; streams: [R, C * hidden] of the target's step. Returns the drafts by owner."""
         if not work:
             return {}
-        starts = [0]
-        for entry in work:
-            starts.append(starts[-1] + len(entry.next_tokens))
         batch = self._batch([(entry.request, entry.first_position, entry.next_tokens) for entry in work])
-        output = self._draft.forward(batch, _rows_of(streams, work), self._arena)
-        active = [(entry, starts[n + 1] - 1) for n, entry in enumerate(work) if entry.wants]
+        # Only the last accepted row of a request drafts; the others leave their K, V and index keys.
+        output = self._draft.forward(batch, _rows_of(streams, work), self._arena, keep=[1] * len(work))
+        active = [(entry, n) for n, entry in enumerate(work) if entry.wants]
         found: dict[str, tuple[list[int], list[Tensor]]] = {entry.request.owner: ([], []) for entry, _ in active}
         if not active:
             return {}

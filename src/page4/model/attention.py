@@ -11,7 +11,7 @@ from page4.attend import attend
 from page4.cache.append import append_index, append_kv
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
-from page4.model.batch import StepBatch
+from page4.model.batch import StepBatch, Suffix
 from page4.model.linear import Linear
 from page4.model.norms import rms_norm
 from page4.model.rope import Rope, rotate_
@@ -48,11 +48,12 @@ class Qsa:
         cos_sin: tuple[Tensor, Tensor],
         arena: Arena,
         reuse: tuple[Selection, Tensor] | None = None,
+        suffix: Suffix | None = None,
     ) -> QsaOutput:
         """x: [R, hidden]; writes K, V and index keys of every row, then attends.
 
         reuse: a selection made earlier for each row's request and the positions it was made at, [R] int64; the blocks
-        completed since are added, nothing is scored.
+        completed since are added, nothing is scored. suffix: the rows that attend, and that come out; None for all.
         """
         rows = batch.rows
         q_gate, k, v, index = self.in_proj(x).split_with_sizes(self.split, -1)
@@ -65,8 +66,12 @@ class Qsa:
         index = index.view(-1, self.index.num_heads + 1, self.index.head_dim)
         pooled = arena.pooled(self.layer)
         append_index(pooled, arena.ring(self.layer), index[:, -1], rows, batch.state_slots, self._index_keys)
+        index_q = index[:, :-1]
+        if suffix is not None:
+            rows, at = suffix.rows, suffix.index
+            q, gate, index_q, cos_sin = q[at], gate[at], index_q[at], (cos_sin[0][at], cos_sin[1][at])
         if reuse is None:
-            index_q = rotate_(rms_norm(index[:, :-1], self.index_q_norm, self.eps), *cos_sin)
+            index_q = rotate_(rms_norm(index_q, self.index_q_norm, self.eps), *cos_sin)
             selection = select(index_q, pooled, rows, self.index.top_k_blocks)
         else:
             selection = extend(*reuse, rows.positions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +28,14 @@ class RowSpan:
     pages: list[int]
     state_slot: int
     context: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """The newest rows of each request of a step: index [M] int64 into the step's rows, and where those rows live."""
+
+    index: Tensor
+    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,29 @@ class StepBatch:
     def groups(self) -> tuple[Group, ...]:
         """How layers with state walk through the rows."""
         return make_groups(self.row_starts, self.slots, self.token_ids.device)
+
+    def suffix(self, keep: Sequence[int]) -> Suffix | None:
+        """The newest keep[n] rows of request n, at least one each; None when that is every row.
+
+        K, V and states need all rows of a prompt, but what leaves the last layer is read for few of them.
+        """
+        starts, firsts = self.row_starts, self.rows.first_positions
+        assert firsts is not None and len(keep) == self.num_requests and min(keep, default=1) > 0
+        if sum(keep) == self.num_rows:
+            return None
+        ends = starts[1:]
+        device = self.token_ids.device
+        index = torch.tensor([r for end, n in zip(ends, keep, strict=True) for r in range(end - n, end)], device=device)
+        rows = Rows(
+            positions=self.rows.positions[index],
+            request_of_row=self.rows.request_of_row[index],
+            block_table=self.rows.block_table,
+            row_starts=tuple(accumulate(keep, initial=0)),
+            first_positions=tuple(
+                first + end - start - n for first, start, end, n in zip(firsts, starts, ends, keep, strict=False)
+            ),
+        )
+        return Suffix(index, rows)
 
     @classmethod
     def build(cls, spans: list[RowSpan], geometry: Geometry, device: torch.device | str = "cpu") -> StepBatch:

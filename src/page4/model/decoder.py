@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """streams: [R, C * hidden] before the final mixer; nonfinite_rows: [R] bool, or None when nothing counts them."""
+    """streams: [R, C * hidden] before the final mixer, or of the rows that were to be kept.
+
+    nonfinite_rows: [R] bool, or None when nothing counts them.
+    """
 
     streams: Tensor
     pending: Pending
@@ -53,8 +57,8 @@ class Model:
             self.draft = Draft(weights.draft, geometry, self.rope, self.embed, self.lm_head)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, arena: Arena) -> StepOutput:
-        """Runs all rows of `batch`.
+    def forward(self, batch: StepBatch, arena: Arena, keep: Sequence[int] | None = None) -> StepOutput:
+        """Runs all rows of `batch`; keep: newest rows of each request whose streams come out, None for all.
 
         K, V and index keys of every row are written to the arena; positions say which of them a later row may see.
         Recurrent, conv and PLE states are not: `commit` advances them.
@@ -63,8 +67,10 @@ class Model:
         streams = embedded.unsqueeze(1).repeat(1, self.geometry.hc_count, 1)
         cos_sin = self.rope.cos_sin(batch.rows.positions)
         pending, nonfinite = [], None
-        for layer in self.layers:
-            output = layer.forward(streams, batch, cos_sin, arena)
+        last = None if keep is None else batch.suffix(keep)
+        for number, layer in enumerate(self.layers, start=1):
+            suffix = last if number == len(self.layers) else None
+            output = layer.forward(streams, batch, cos_sin, arena, suffix=suffix)
             streams = output.streams
             pending.append(output.pending)
             if output.nonfinite_rows is not None:

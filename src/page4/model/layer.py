@@ -9,7 +9,7 @@ from torch import Tensor
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.attention import Qsa
-from page4.model.batch import StepBatch
+from page4.model.batch import StepBatch, Suffix
 from page4.model.delta import Accepted
 from page4.model.gdn import Gdn, GdnPending
 from page4.model.groups import Group
@@ -31,7 +31,7 @@ class LayerPending:
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """streams: [R, C, hidden] (the input tensor, updated in place)."""
+    """streams: [R, C, hidden] (the input tensor, updated in place), or the rows of the suffix."""
 
     streams: Tensor
     pending: LayerPending
@@ -57,8 +57,9 @@ class Layer:
         cos_sin: tuple[Tensor, Tensor],
         arena: Arena,
         reuse: tuple[Selection, Tensor] | None = None,
+        suffix: Suffix | None = None,
     ) -> LayerOutput:
-        """streams: [R, C, hidden], updated in place; `reuse` as in `Qsa.forward`."""
+        """streams: [R, C, hidden], updated in place; `reuse` and `suffix` as in `Qsa.forward`."""
         gdn_pending: tuple[GdnPending, ...] = ()
         ple_pending: tuple[PlePending, ...] = ()
         selection = nonfinite = None
@@ -69,8 +70,11 @@ class Layer:
             x, gdn_pending = self.gdn.forward(x, batch.groups, arena)
         else:
             assert self.qsa is not None
-            attended = self.qsa.forward(x, batch, cos_sin, arena, reuse)
+            attended = self.qsa.forward(x, batch, cos_sin, arena, reuse, suffix)
             x, selection, nonfinite = attended.out, attended.selection, attended.nonfinite_rows
+        if suffix is not None:
+            streams, injection = streams[suffix.index], injection[suffix.index]
+            x = x if self.gdn is None else x[suffix.index]
         streams = self.attn_hyper.leave(streams, x, injection)
         x, injection = self.mlp_hyper.enter(streams)
         streams = self.mlp_hyper.leave(streams, self.moe.forward(x), injection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from page4.select import Selection
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """streams: [R, C * hidden] before the draft's mixer (the next iteration's input); selection: of each row."""
+    """streams: [R, C * hidden] before the draft's mixer (the next iteration's input); selection: of each row kept."""
 
     streams: Tensor
     selection: Selection
@@ -46,18 +47,21 @@ class Draft:
         streams: Tensor,
         arena: Arena,
         reuse: tuple[Selection, Tensor] | None = None,
+        keep: Sequence[int] | None = None,
     ) -> DraftOutput:
         """Row i of `batch` has token t_{i+1} at position i; streams: [R, C * hidden] are h_i.
 
         First iteration of a window: all newly accepted positions, with the target's streams. Later ones: one row a
         request, with the draft's own streams and `reuse` (selection of the first iteration's last row, and the
-        positions it was made at: [R] int64).
+        positions it was made at: [R] int64). keep: newest rows of each request that come out, None for all; the others
+        only leave their K, V and index keys.
         """
         eps = self.geometry.rms_norm_eps
         embedded = self.fc_embedding(rms_norm(F.embedding(batch.token_ids, self.embed), self.norm_embedding, eps))
         normed = rms_norm(streams, self.norm_hidden, eps).view(-1, self.geometry.hc_count, self.geometry.hidden_size)
         mixed = self.fc_hidden(normed).add_(embedded.unsqueeze(1))
-        output = self.layer.forward(mixed, batch, self.rope.cos_sin(batch.rows.positions), arena, reuse)
+        suffix = None if keep is None else batch.suffix(keep)
+        output = self.layer.forward(mixed, batch, self.rope.cos_sin(batch.rows.positions), arena, reuse, suffix)
         assert output.selection is not None
         return DraftOutput(output.streams.flatten(1), output.selection, output.nonfinite_rows)
 
