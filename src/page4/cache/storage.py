@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,8 +93,9 @@ class Arena:
         self.num_pages = num_pages
         self.poison = poison
         self._check_scales(scales or {})
-        self.bytes = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-        self.bytes.fill_(0 if poison is None else poison)
+        self.bytes = _zeros(num_pages * layout.page_bytes, torch.device(device))
+        if poison is not None:
+            self.bytes.fill_(poison)
         self.num_slots = num_pages // layout.pages_per_state
         self._kv = {layer: self._layer_kv(layer, field, scales or {}) for layer, field in layout.kv.items()}
         self._pooled = {layer: self._page_view(field) for layer, field in layout.pooled.items()}
@@ -181,3 +183,10 @@ class Arena:
             inner.append(inner[-1] * length)
         strides = (stride_bytes // size, *reversed(inner))
         return typed.as_strided((count, *field.shape), strides, field.offset // size)
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8 zeros. On a CPU their memory is the system's until it is written, so an arena costs what is used."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))

@@ -55,7 +55,7 @@ class Group:
             out[self.targets] = flat[self.kept]
 
     def read(self, state: Tensor) -> Tensor:
-        """state: [slots, ...] -> [n, ...] of this group's requests; a view when their slots are consecutive."""
+        """state: [slots, ...] -> [n, ...] of this group's requests; a view when their slots are evenly spaced."""
         return state[self.slots]
 
 
@@ -88,6 +88,7 @@ def _group(
         kept = tensor([n * width + i for n, k in enumerate(lengths) for i in range(k)])
         targets = tensor([s + i for s, k in zip(starts, lengths, strict=True) for i in range(k)])
     own = [slots[n] for n in requests]
-    consecutive = all(b == a + 1 for a, b in itertools.pairwise(own))
-    slot_index: slice | Tensor = slice(own[0], own[-1] + 1) if consecutive else tensor(own)
+    step = own[1] - own[0] if len(own) > 1 else 1
+    evenly = step > 0 and all(b == a + step for a, b in itertools.pairwise(own))
+    slot_index: slice | Tensor = slice(own[0], own[-1] + 1, step) if evenly else tensor(own)
     return Group(requests, tensor(list(requests)), lengths, width, slot_index, rows, kept, targets)
