@@ -186,7 +186,7 @@ class Arena:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8 zeros. On a CPU their memory is the system's until it is written, so an arena costs what is used."""
+    """[num_bytes] uint8 zeros. On a CPU a page is taken when it is written: an arena costs what is used of it."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
