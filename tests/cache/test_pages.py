@@ -131,10 +131,11 @@ def test_pages_for_tokens_prefer_broken_runs() -> None:
     # Run 0 lost the null page and the last run has one page only: both can hold no state, so they go first.
     assert allocator.allocate_pages("a", 4) == [1, 2, 3, 16]
     assert allocator.free_state_slots == 3
-    assert allocator.allocate_pages("b", 1) == [4]
-    assert allocator.allocate_state("s") == StateSlot(2, 1)
-    assert allocator.allocate_pages("b", 3) == [5, 6, 7]
-    assert allocator.allocate_state("t") == StateSlot(3, 1)
+    # A run that must be broken is the highest one, and states take the lowest, so they lie side by side.
+    assert allocator.allocate_pages("b", 1) == [12]
+    assert allocator.allocate_state("s") == StateSlot(1, 1)
+    assert allocator.allocate_pages("b", 3) == [13, 14, 15]
+    assert allocator.allocate_state("t") == StateSlot(2, 1)
     assert allocator.allocate_state("u") is None and allocator.free_pages == 0
 
 

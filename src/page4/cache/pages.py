@@ -3,7 +3,8 @@
 Pages 1..P-1 belong to nobody, to one owner's tokens, or to one owner's state; page 0 (the null page) belongs to nobody
 for ever. A state takes an aligned run of `pages_per_state` pages: slot s is pages s*n .. s*n+n-1, so that states can be
 read as one strided view of the same bytes. Slot 0 would hold page 0 and is never given out. Pages for tokens come from
-runs that are already broken, lowest id first, so that whole runs stay free for states as long as possible.
+runs that are already broken, lowest id first, so that whole runs stay free for states as long as possible. When a run
+must be broken it is the highest, while states take the lowest: states lie side by side, and a batch of them is a view.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class StateSlot:
 
 
 class _Heap:
-    """Distinct run ids, smallest first."""
+    """Distinct numbers, smallest first."""
 
     def __init__(self) -> None:
         self._heap: list[int] = []
@@ -45,7 +46,7 @@ class _Heap:
 
 
 class PageAllocator:
-    """Gives pages and state slots to owners; all or nothing, deterministic, lowest id first."""
+    """Gives pages and state slots to owners; all or nothing, deterministic."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class PageAllocator:
         # Entries may be stale: one counts only when it still tells the truth at the time it is popped.
         self._broken = _Heap()
         self._whole = _Heap()
+        self._whole_from_above = _Heap()  # the same runs, negated
         for run in range(len(self._run_free)):
             self._offer(run)
 
@@ -177,6 +179,7 @@ class PageAllocator:
     def _offer(self, run: int) -> None:
         if self._is_whole(run):
             self._whole.push(run)
+            self._whole_from_above.push(-run)
         elif self._run_free[run]:
             self._broken.push(run)
 
@@ -192,9 +195,11 @@ class PageAllocator:
             run = self._broken.pop()
             if self._run_free[run] and not self._is_whole(run):
                 return run
-        run_or_none = self._pop_whole()
-        assert run_or_none is not None, "free pages are in no run"
-        return run_or_none
+        while self._whole_from_above:
+            run = -self._whole_from_above.pop()
+            if self._is_whole(run):
+                return run
+        raise AssertionError("free pages are in no run")
 
     def _give_back(self, pages: Sequence[int]) -> None:
         for page in pages:
