@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,24 @@ class Suffix:
     index: Tensor
     rows: Rows
 
+    def inside(self, span: slice) -> Tensor:
+        """The rows that lie in `span`, counted from its beginning."""
+        there = (self.index >= span.start) & (self.index < span.stop)
+        return self.index.masked_select(there).sub_(span.start)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a step's rows: span into them, where they live, and the state slots of their requests [n] int64."""
+
+    span: slice
+    rows: Rows
+    state_slots: Tensor
+
+
+# A sparse layer's queries are 4 times as wide as its input: longer runs cost memory and gain no speed.
+SEGMENT_ROWS = 512
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -67,6 +86,31 @@ class StepBatch:
     def groups(self) -> tuple[Group, ...]:
         """How layers with state walk through the rows."""
         return make_groups(self.row_starts, self.slots, self.token_ids.device)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The rows in runs of at most SEGMENT_ROWS; a later run may read what an earlier one wrote to the cache."""
+        if self.num_rows <= SEGMENT_ROWS:
+            return (Segment(slice(0, self.num_rows), self.rows, self.state_slots),)
+        return tuple(
+            self._segment(begin, min(begin + SEGMENT_ROWS, self.num_rows))
+            for begin in range(0, self.num_rows, SEGMENT_ROWS)
+        )
+
+    def _segment(self, begin: int, end: int) -> Segment:
+        starts, firsts, rows = self.row_starts, self.rows.first_positions, self.rows
+        assert firsts is not None
+        first = bisect_right(starts, begin) - 1
+        last = bisect_left(starts, end)
+        inside = [min(max(start, begin), end) - begin for start in starts[first : last + 1]]
+        part = Rows(
+            positions=rows.positions[begin:end],
+            request_of_row=rows.request_of_row[begin:end] - first,
+            block_table=rows.block_table[first:last],
+            row_starts=tuple(inside),
+            first_positions=tuple(firsts[n] + max(begin - starts[n], 0) for n in range(first, last)),
+        )
+        return Segment(slice(begin, end), part, self.state_slots[first:last])
 
     def suffix(self, keep: Sequence[int]) -> Suffix | None:
         """The newest keep[n] rows of request n, at least one each; None when that is every row.
