@@ -27,7 +27,9 @@ def delta_window(q: Tensor, k: Tensor, *rest: Tensor) -> tuple[Tensor, DeltaWind
 
 
 def delta_chunks(q: Tensor, k: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    return delta.delta_chunks(torch.cat((q, k), 1), *rest)
+    *rows, state = rest
+    state = state.clone()
+    return delta.delta_chunks(torch.cat((q, k), 1), *rows, state), state
 
 
 def advance(window: DeltaWindow, state: Tensor, counts: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from page4.engine.sampling import Logprobs, logprobs
 from page4.engine.scheduler import Scheduler, StepPlan, Work
 from page4.engine.tokenizer import Tokenizer
 from page4.engine.verifying import Asked, Verified, gives_token, verify
-from page4.errors import UsageError, message
+from page4.errors import KernelError, UsageError, message
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.decoder import Model
 
@@ -45,6 +45,10 @@ class Limits:
     max_running: int
     max_model_len: int
     drafts: int
+
+
+class _RowsRefused(Exception):
+    """The forward refused a row (a NaN index score, for example); the cause says why."""
 
 
 class EngineCore:
@@ -136,6 +140,12 @@ class EngineCore:
             if not request.finished:
                 self._end(request, reason, error)
 
+    def discard(self, request_id: str) -> None:
+        """Abort a request that nobody listens to any more: its last chunks and log probabilities go too."""
+        self.abort(request_id)
+        self._undelivered = [chunk for chunk in self._undelivered if chunk.request_id != request_id]
+        self._prompt_logprobs.pop(request_id, None)
+
     def has_unfinished(self) -> bool:
         """Whether a step would do or deliver anything."""
         return self.scheduler.has_unfinished() or bool(self._undelivered)
@@ -162,16 +172,9 @@ class EngineCore:
         if not plan.work:
             return chunks
         start = time.perf_counter()
-        try:
-            chunks.extend(self._run(plan))
-        except Exception as error:  # whatever failed, its requests end and their pages come back
-            self.metrics.failed_steps += 1
-            text = f"{type(error).__name__}: {error}"
-            for work in plan.work:
-                if not work.request.finished:
-                    self._end(work.request, "error", text)
-            chunks.extend(self._undelivered)
-            self._undelivered = []
+        self._attempt(plan, chunks)
+        chunks.extend(self._undelivered)
+        self._undelivered = []
         self.metrics.count_seconds(
             time.perf_counter() - start,
             prefill_rows=sum(work.num_rows for work in plan.chunks),
@@ -179,26 +182,49 @@ class EngineCore:
         )
         return chunks
 
-    def _run(self, plan: StepPlan) -> list[StreamChunk]:
+    def _attempt(self, plan: StepPlan, chunks: list[StreamChunk]) -> None:
+        try:
+            self._run(plan, chunks)
+        except _RowsRefused as refused:
+            # No state has moved yet, so the requests run again one by one: only the one with the bad row ends.
+            parts = plan.parts()
+            for part in parts:
+                self._attempt(part, chunks)
+            if not parts:
+                self._fail(plan, refused.__cause__ or refused)
+        except Exception as error:  # whatever failed, its requests end and their pages come back
+            self._fail(plan, error)
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+        self.metrics.failed_steps += 1
+        for work in plan.work:
+            if not work.request.finished:
+                text = f"request {work.request.request_id}: {type(error).__name__}: {error}"
+                self._end(work.request, "error", text)
+
+    def _run(self, plan: StepPlan, chunks: list[StreamChunk]) -> None:
+        """One forward and what follows from it; `chunks` keeps what was emitted even if a later part fails."""
         routes = attend.route_counts.copy()
         flight = self._ledger.launch([work.request.owner for work in plan.work])
         batch = self._batch(plan.work)
         keep = [self._rows_kept(work) for work in plan.work]
         starts = list(itertools.accumulate(keep, initial=0))
-        output = self.model.forward(batch, self.arena, keep)
+        try:
+            output = self.model.forward(batch, self.arena, keep)
+        except KernelError as error:
+            raise _RowsRefused from error
         asked, rows = self._asked(plan.work, starts)
         verified: dict[str, Verified] = {}
         if rows:
             logits = self.model.logits(output.streams[torch.tensor(rows, device=output.streams.device)])
             verified = verify(logits, asked, self._q)
         self._score_prompts(plan.chunks, starts, output.streams, len(plan.windows))
-        bad = self._nonfinite(plan.work, batch, output.nonfinite_rows)
         taken = [self._rows_taken(work, verified.get(work.request.owner)) for work in plan.work]
+        bad = self._nonfinite(plan.work, taken, batch, output.nonfinite_rows)
         whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
         self.model.commit(batch, output.pending, self.arena, None if whole else torch.tensor(taken))
 
         landed = self._ledger.land(flight, list(zip(plan.work, taken, strict=True))).values
-        chunks: list[StreamChunk] = []
         catch_up: list[CatchUp] = []
         for n, work in enumerate(plan.work):
             request = work.request
@@ -224,9 +250,6 @@ class EngineCore:
         self.metrics.target_steps += 1
         self.metrics.prefill_tokens += sum(work.num_rows for work in plan.chunks)
         self.metrics.routes.update(attend.route_counts - routes)
-        chunks.extend(self._undelivered)
-        self._undelivered = []
-        return chunks
 
     def _batch(self, work: Sequence[Work]) -> StepBatch:
         geometry = self.model.geometry
@@ -321,14 +344,15 @@ class EngineCore:
             tokens = request.token_ids[begin + 1 : end + 1]
             known.extend(logprobs(logits, tokens, [count] * len(tokens)))
 
-    def _nonfinite(self, work: Sequence[Work], batch: StepBatch, rows: Tensor | None) -> dict[str, str]:
-        """Requests with a K or V that is not finite, by owner, with what to say."""
+    @staticmethod
+    def _nonfinite(work: Sequence[Work], taken: Sequence[int], batch: StepBatch, rows: Tensor | None) -> dict[str, str]:
+        """Requests with a K or V that is not finite, by owner, with what to say. Refused drafts do not count."""
         if rows is None or not bool(rows.any()):
             return {}
         flags = rows.tolist()
         found = {}
         for n, entry in enumerate(work):
-            for row in range(batch.row_starts[n], batch.row_starts[n + 1]):
+            for row in range(batch.row_starts[n], batch.row_starts[n] + taken[n]):
                 if flags[row]:
                     position = entry.first_position + row - batch.row_starts[n]
                     name = f"request {entry.request.request_id}"

@@ -110,6 +110,7 @@ class LLM:
             seed=seed,
         )
         self._ids = itertools.count()
+        self._inbox: dict[str, list[StreamChunk]] = {}
         self._others: list[StreamChunk] = []
 
     @property
@@ -158,53 +159,54 @@ class LLM:
         collectors: dict[str, _Collector] = {}
         try:
             for tokens, settings in zip(ids, each, strict=True):
-                name = f"generate-{next(self._ids)}"
-                self._core.add(name, tokens, settings)
+                name = self._open("generate", tokens, settings)
                 collectors[name] = _Collector(name, tokens, settings)
             while not all(collector.done for collector in collectors.values()):
                 preemptions = {name: self._core.preemptions(name) for name in collectors}
-                for chunk in self._core.step():
-                    collector = collectors.get(chunk.request_id)
-                    if collector is None:
-                        self._others.append(chunk)
-                    else:
-                        collector.add(chunk, preemptions[chunk.request_id])
+                self._pump()
+                for name, collector in collectors.items():
+                    for chunk in self._take(name):
+                        collector.add(chunk, preemptions[name])
                         if on_chunk is not None:
                             on_chunk(chunk)
         finally:
             for name, collector in collectors.items():
+                del self._inbox[name]
                 if not collector.done:
-                    self.abort(name)
+                    self._core.discard(name)
         return [collector.result(self._core.prompt_logprobs(name)) for name, collector in collectors.items()]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Chunks of one prompt's completions as they come; closing the iterator aborts the request."""
-        name = f"stream-{next(self._ids)}"
-        settings = params or SamplingParams()
-        self._core.add(name, self._encode(prompt), settings)
-        return self._stream(name, settings.n)
+        chunks = self._stream(self._encode(prompt), params or SamplingParams())
+        next(chunks)  # queued from here on, and closed like any generator: by close(), or when nobody refers to it
+        return chunks
 
-    def _stream(self, name: str, unfinished: int) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+        """First an empty chunk once the request is queued, then its own."""
+        name = self._open("stream", prompt, params)
+        unfinished = params.n
         try:
+            yield StreamChunk(name, 0, (), "", Usage(len(prompt), 0))
             while unfinished:
-                for chunk in self._core.step():
-                    if chunk.request_id != name:
-                        self._others.append(chunk)
-                        continue
+                while not self._inbox[name]:
+                    self._pump()
+                for chunk in self._take(name):
                     unfinished -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            if unfinished:
-                self.abort(name)
+            del self._inbox[name]
+            self._core.discard(name)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request under an id of the caller's; `step` delivers its chunks."""
         self._core.add(request_id, self._encode(prompt), params or SamplingParams())
 
     def step(self) -> list[StreamChunk]:
-        """Run one step of everything that is queued."""
+        """Run one step of everything that is queued; chunks of `add_request`'s requests come back."""
+        self._pump()
         chunks, self._others = self._others, []
-        return [*chunks, *self._core.step()]
+        return chunks
 
     def abort(self, request_id: str) -> None:
         """End a request and free all that it holds, at any time; an unknown id is fine."""
@@ -217,6 +219,22 @@ class LLM:
     def prompt_logprobs(self, request_id: str) -> Any:
         """Log probabilities of a finished request's prompt tokens, once (for `add_request`)."""
         return self._core.prompt_logprobs(request_id)
+
+    def _open(self, kind: str, prompt: list[int], params: SamplingParams) -> str:
+        """Queue a request of the engine's own and keep its chunks for whoever iterates over them."""
+        name = f"{kind}-{next(self._ids)}"
+        self._core.add(name, prompt, params)
+        self._inbox[name] = []
+        return name
+
+    def _pump(self) -> None:
+        """Run one step and sort its chunks: streams and calls under way share the engine."""
+        for chunk in self._core.step():
+            self._inbox.get(chunk.request_id, self._others).append(chunk)
+
+    def _take(self, name: str) -> list[StreamChunk]:
+        chunks, self._inbox[name] = self._inbox[name], []
+        return chunks
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

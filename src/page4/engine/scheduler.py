@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from page4.cache.pages import PageAllocator, StateSlot
 from page4.engine.admission import Sizes
@@ -55,6 +55,14 @@ class StepPlan:
     def num_rows(self) -> int:
         """Rows of the step."""
         return sum(work.num_rows for work in self.work)
+
+    def parts(self) -> tuple[StepPlan, ...]:
+        """The same work one request a step; of a single window its first row alone; nothing when it is that already."""
+        if len(self.work) > 1:
+            windows = [StepPlan((work,), (), ()) for work in self.windows]
+            return (*windows, *(StepPlan((), (work,), ()) for work in self.chunks))
+        short = [replace(work, token_ids=work.token_ids[:1]) for work in self.windows if work.num_drafts]
+        return tuple(StepPlan((work,), (), ()) for work in short)
 
 
 def _on_enter(request: Request, slot: StateSlot) -> None:

@@ -67,14 +67,17 @@ def verify(logits: Tensor, asked: Sequence[Asked], q: Mapping[str, Tensor]) -> d
     tokens: dict[str, list[int]] = {}
     ok: dict[str, bool] = {}
     for entry in asked:
-        span = slice(entry.start, entry.start + entry.num_rows)
-        ok[entry.request.owner] = all(usable[span])
         if entry.request.params.greedy:
+            span = slice(entry.start, entry.start + entry.num_rows)
             tokens[entry.request.owner] = accept_greedy(entry.drafts, choices[span])
-    sampled = [e for e in asked if not e.request.params.greedy and ok[e.request.owner]]
+    sampled = [e for e in asked if not e.request.params.greedy]
     if sampled:
         for entry, drawn in zip(sampled, _sample(masked, sampled, q), strict=True):
             tokens[entry.request.owner] = drawn
+    for entry in asked:
+        # Only rows that gave a token count: what follows a refused draft is nobody's.
+        owner = entry.request.owner
+        ok[owner] = all(usable[entry.start : entry.start + len(tokens[owner])])
     scored = _logprobs(logits, asked, tokens, ok)
     return {
         entry.request.owner: Verified(

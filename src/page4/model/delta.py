@@ -98,21 +98,12 @@ def advance(window: DeltaWindow, accepted: Accepted) -> tuple[Tensor, Tensor]:
     return total.exp_().unsqueeze(-1), torch.matmul(keys.transpose(-1, -2), updates)
 
 
-def delta_chunks(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One long span; returns out [T, Hv, Dv] and the state after its last row [Hv, Dk, Dv].
+def delta_chunks(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """A segment of a long span -> out [T, Hv, Dv]; advances `state` [Hv, Dk, Dv] in place by all its rows.
 
-    qk: [T, 2 * Hk, Dk] (query heads, scaled, then key heads; normalised), v: [T, Hv, Dv], log_decay, beta: [T, Hv],
-    state: [Hv, Dk, Dv] (not modified). Segments bound the workspace and keep it in the cache of a CPU core.
+    qk: [T, 2 * Hk, Dk] (query heads, scaled, then key heads; normalised), v: [T, Hv, Dv], log_decay, beta: [T, Hv].
+    The workspace grows with T: a caller passes SEGMENT_ROWS rows at a time, which also stay in a CPU core's cache.
     """
-    state, outs = state.clone(), []
-    for start in range(0, v.shape[0], SEGMENT_ROWS):
-        rows = slice(start, start + SEGMENT_ROWS)
-        outs.append(_segment(qk[rows], v[rows], log_decay[rows], beta[rows], state))
-    return (outs[0] if len(outs) == 1 else torch.cat(outs)), state
-
-
-def _segment(qk: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The chunks of one segment; advances `state` in place."""
     length, heads = v.shape[:2]
     # Padding rows have k = 0, beta = 0 and g = 0: they change neither the state nor its decay.
     qk, v, log_decay, beta = (_chunked(x) for x in (qk, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1)))

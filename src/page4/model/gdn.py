@@ -15,7 +15,7 @@ from torch import Tensor
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.conv import causal_conv, window_after
-from page4.model.delta import Accepted, DeltaWindow, advance, delta_chunks, delta_window
+from page4.model.delta import SEGMENT_ROWS, Accepted, DeltaWindow, advance, delta_chunks, delta_window
 from page4.model.groups import Group
 from page4.model.linear import Linear
 from page4.model.norms import inverse_rms, unit_norm
@@ -48,36 +48,51 @@ class Gdn:
 
     def forward(self, x: Tensor, groups: tuple[Group, ...], arena: Arena) -> tuple[Tensor, tuple[GdnPending, ...]]:
         """x: [R, hidden] -> [R, hidden], and one pending for each group."""
-        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.split, -1)
-        beta = b.sigmoid().float()
-        log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
-        outs, pending = zip(*(self._run(group, qkv, log_decay, beta, arena) for group in groups), strict=True)
+        outs, pending = zip(
+            *(self._window(g, x, arena) if g.is_window else self._span(g, x, arena) for g in groups), strict=True
+        )
         if len(groups) == 1 and groups[0].kept is None:
-            heads = outs[0].flatten(0, 1)
-        else:
-            heads = torch.empty(x.shape[0], self.value_heads, self.value_dim, dtype=torch.float32, device=x.device)
-            for group, out in zip(groups, outs, strict=True):
-                group.scatter(heads, out)
-        return self.out_proj(self._gated_norm(heads.to(x.dtype), z)), pending
+            return outs[0].flatten(0, 1), pending
+        out = torch.empty_like(x)
+        for group, part in zip(groups, outs, strict=True):
+            group.scatter(out, part)
+        return out, pending
 
-    def _run(
-        self, group: Group, qkv: Tensor, log_decay: Tensor, beta: Tensor, arena: Arena
-    ) -> tuple[Tensor, GdnPending]:
-        """The rows of one group -> out [n, W, Hv, Dv] fp32."""
+    def _window(self, group: Group, x: Tensor, arena: Arena) -> tuple[Tensor, GdnPending]:
+        """Short spans of many requests at once -> [n, W, hidden]."""
+        n, width = len(group.requests), group.width
+        qkv, z, g, beta = self._project(group.gather(x).flatten(0, 1))
         before = group.read(arena.conv(self.layer)).transpose(1, 2)
-        inputs = torch.cat((before, group.gather(qkv)), 1)
+        inputs = torch.cat((before, qkv.view(n, width, -1)), 1)
         qk, v = self._heads(F.silu(causal_conv(inputs, self.conv)).float())
-        g, beta = group.gather(log_decay), group.gather(beta)
-        state = group.read(arena.recurrent(self.layer))
-        if not group.is_window:
-            out, final = delta_chunks(qk[0], v[0], g[0], beta[0], state[0])
-            tail = inputs[:, inputs.shape[1] - before.shape[1] :].clone()
-            return out.unsqueeze(0), GdnPending(tail, None, final.unsqueeze(0))
-        n, width = v.shape[:2]
         qk = qk.view(n, width, 2, self.key_heads, self.key_dim).permute(0, 3, 2, 1, 4)
         qk = qk.reshape(n, self.key_heads, 2 * width, self.key_dim)
-        out, window = delta_window(qk, v.transpose(1, 2), g.transpose(1, 2), beta.transpose(1, 2), state)
-        return out.transpose(1, 2), GdnPending(inputs, window, None)
+        g, beta = (y.view(n, width, -1).transpose(1, 2) for y in (g, beta))
+        state = group.read(arena.recurrent(self.layer))
+        out, window = delta_window(qk, v.transpose(1, 2), g, beta, state)
+        heads = out.transpose(1, 2).flatten(0, 1).to(x.dtype)
+        return self.out_proj(self._gated_norm(heads, z)).view(n, width, -1), GdnPending(inputs, window, None)
+
+    def _span(self, group: Group, x: Tensor, arena: Arena) -> tuple[Tensor, GdnPending]:
+        """One long span -> [1, W, hidden], in segments, so that its workspace does not grow with it."""
+        x = group.gather(x)[0]
+        before = group.read(arena.conv(self.layer)).transpose(1, 2)
+        state, out = group.read(arena.recurrent(self.layer))[0].clone(), torch.empty_like(x)
+        for begin in range(0, x.shape[0], SEGMENT_ROWS):
+            rows = slice(begin, begin + SEGMENT_ROWS)
+            qkv, z, g, beta = self._project(x[rows])
+            inputs = torch.cat((before, qkv.unsqueeze(0)), 1)
+            before = inputs[:, inputs.shape[1] - before.shape[1] :].clone()
+            qk, v = self._heads(F.silu(causal_conv(inputs, self.conv)).float())
+            heads = delta_chunks(qk[0], v[0], g, beta, state).to(x.dtype)
+            out[rows] = self.out_proj(self._gated_norm(heads, z))
+        return out.unsqueeze(0), GdnPending(before, None, state.unsqueeze(0))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x: [R, hidden] -> qkv [R, conv_dim], z [R, Hv * Dv], log decay and beta [R, Hv] fp32."""
+        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.split, -1)
+        log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
+        return qkv, z, log_decay, b.sigmoid().float()
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """mixed: [n, W, conv_dim] fp32 -> qk: [n, W, 2 * Hk, Dk] unit vectors (q over sqrt(Dk)), v: [n, W, Hv, Dv]."""
