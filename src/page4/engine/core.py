@@ -221,6 +221,10 @@ class EngineCore:
         self._score_prompts(plan.chunks, starts, output.streams, len(plan.windows))
         taken = [self._rows_taken(work, verified.get(work.request.owner)) for work in plan.work]
         bad = self._nonfinite(plan.work, taken, batch, output.nonfinite_rows)
+        for work in plan.windows:
+            result = verified.get(work.request.owner)
+            if work.num_drafts and (work.request.owner in bad or (result is not None and not result.usable)):
+                raise _RowsRefused  # perhaps only because of a draft: what k = 0 computes decides
         whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
         self.model.commit(batch, output.pending, self.arena, None if whole else torch.tensor(taken))
 
@@ -319,7 +323,16 @@ class EngineCore:
 
     def _draft(self, streams: Tensor, catch_up: Sequence[CatchUp]) -> None:
         assert self._drafter is not None
-        drafted = self._drafter.run(streams, catch_up)
+        try:
+            drafted = self._drafter.run(streams, catch_up)
+        except KernelError:
+            # A row that the draft head refuses is no fault of the request: it goes on without drafts.
+            drafted = {}
+            for entry in catch_up:
+                try:
+                    drafted |= self._drafter.run(streams, [entry])
+                except KernelError:
+                    entry.request.drafts_off = True
         for entry in catch_up:
             found = drafted.get(entry.request.owner)
             if found is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from page4.checkpoint import Checkpoint
 from page4.engine.admission import Sizes, check_prompt, concurrent_windows, plan_arena
 from page4.engine.core import EngineCore, Limits
 from page4.engine.metrics import EngineMetrics
-from page4.engine.options import cache_dtype, check_count, compute_dtype, num_drafts
+from page4.engine.options import cache_dtype, check_count, compute_dtype, device_of, num_drafts
 from page4.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, Usage
 from page4.engine.params import SamplingParams
 from page4.engine.tokenizer import Tokenizer, read_json
@@ -27,6 +27,7 @@ from page4.model.kv_scales import resolve_scales
 from page4.model.weights import load_model
 
 Prompt = str | Sequence[int]
+Stream = Generator[StreamChunk, None, None]
 
 
 class LLM:
@@ -59,8 +60,10 @@ class LLM:
         env.check()
         for what, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             check_count(what, value)
-        if kv_cache_memory_bytes is not None:
-            check_count("kv_cache_memory_bytes", kv_cache_memory_bytes)
+        for what, given in (("kv_cache_memory_bytes", kv_cache_memory_bytes), ("max_model_len", max_model_len)):
+            if given is not None:
+                check_count(what, given)
+        check_count("seed", seed, -(2**63))
         check_count("block_size", block_size, 4)
         _set_threads()
         self.model_path = _folder(model)
@@ -69,7 +72,7 @@ class LLM:
         has_draft = geometry.mtp_layers != 0 and any(name.startswith("mtp.") for name in checkpoint.names())
         drafts = num_drafts(speculative_config, has_draft=has_draft)
         running = concurrent_windows(max_num_seqs, max_num_batched_tokens, drafts)
-        where = torch.device(device)
+        where = device_of(device)
         compute = compute_dtype(dtype, geometry, where)
         kv_dtype = cache_dtype("kv_cache_dtype", kv_cache_dtype, compute)
         draft_dtype = kv_dtype if draft_kv_dtype is None else cache_dtype("draft_kv_dtype", draft_kv_dtype, compute)
@@ -176,13 +179,13 @@ class LLM:
                     self._core.discard(name)
         return [collector.result(self._core.prompt_logprobs(name)) for name, collector in collectors.items()]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Chunks of one prompt's completions as they come; closing the iterator aborts the request."""
         chunks = self._stream(self._encode(prompt), params or SamplingParams())
         next(chunks)  # queued from here on, and closed like any generator: by close(), or when nobody refers to it
         return chunks
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Stream:
         """First an empty chunk once the request is queued, then its own."""
         name = self._open("stream", prompt, params)
         unfinished = params.n
@@ -237,6 +240,9 @@ class LLM:
         return chunks
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, (str, Sequence)):
+            do = "pass one of them"
+            raise UsageError(message("prompt", allowed="a text or a list of token ids", got=repr(prompt), do=do))
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:

@@ -45,6 +45,9 @@ def num_drafts(config: Mapping[str, Any] | None, *, has_draft: bool) -> int:
     """
     if config is None:
         return 0
+    if not isinstance(config, Mapping):
+        do = 'pass {"method": "mtp", "num_speculative_tokens": k}'
+        raise UsageError(message("speculative_config", allowed="a mapping or None", got=repr(config), do=do))
     known = ("method", "num_speculative_tokens")
     for key in config:
         if key not in known:
@@ -66,4 +69,14 @@ def num_drafts(config: Mapping[str, Any] | None, *, has_draft: bool) -> int:
 def check_count(what: str, value: object, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(message(what, allowed=f"an integer of {least} or more", got=repr(value), do="raise it"))
+        do = f"set {what} within this range"
+        raise UsageError(message(what, allowed=f"an integer of {least} or more", got=repr(value), do=do))
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`. Raises `UsageError` when torch knows none of that name."""
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        do = "choose one of them"
+        raise UsageError(message("device", allowed="cpu or cuda", got=repr(name), do=do)) from error

@@ -26,6 +26,7 @@ class Request:
 
     `arrival` orders requests by age and makes `owner` unique, so that bookkeeping never depends on row order or on
     an id that a caller uses twice. `drafts` are the tokens proposed to follow the last token of `token_ids`.
+    `drafts_off` is set when the draft head cannot compute the request.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     preemptions: int = 0
+    drafts_off: bool = False
 
     @property
     def owner(self) -> str:
@@ -76,7 +78,7 @@ class Request:
 
     def draft_room(self) -> int:
         """Drafts that could still be emitted: the window's own token takes the last place before the limit."""
-        return max(0, self.length_limit - self.num_tokens - 1)
+        return 0 if self.drafts_off else max(0, self.length_limit - self.num_tokens - 1)
 
     def needs_eos_mask(self, offset: int = 0) -> bool:
         """Whether the token emitted after `offset` more tokens may not be a stop id yet (min_tokens)."""

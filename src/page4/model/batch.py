@@ -53,8 +53,14 @@ class Segment:
     state_slots: Tensor
 
 
-# A sparse layer's queries are 4 times as wide as its input: longer runs cost memory and gain no speed.
+# Streams and a sparse layer's queries are several times as wide as a layer's input: longer runs cost memory and gain
+# no speed.
 SEGMENT_ROWS = 512
+
+
+def row_spans(rows: int) -> list[slice]:
+    """The rows of a step in runs of at most SEGMENT_ROWS."""
+    return [slice(begin, min(begin + SEGMENT_ROWS, rows)) for begin in range(0, rows, SEGMENT_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,7 @@ class StepBatch:
         """The rows in runs of at most SEGMENT_ROWS; a later run may read what an earlier one wrote to the cache."""
         if self.num_rows <= SEGMENT_ROWS:
             return (Segment(slice(0, self.num_rows), self.rows, self.state_slots),)
-        return tuple(
-            self._segment(begin, min(begin + SEGMENT_ROWS, self.num_rows))
-            for begin in range(0, self.num_rows, SEGMENT_ROWS)
-        )
+        return tuple(self._segment(span.start, span.stop) for span in row_spans(self.num_rows))
 
     def _segment(self, begin: int, end: int) -> Segment:
         starts, firsts, rows = self.row_starts, self.rows.first_positions, self.rows

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
 from page4.model.attention import Qsa
-from page4.model.batch import StepBatch, Suffix
+from page4.model.batch import StepBatch, Suffix, row_spans
 from page4.model.delta import Accepted
 from page4.model.gdn import Gdn, GdnPending
 from page4.model.groups import Group
@@ -65,7 +66,7 @@ class Layer:
         selection = nonfinite = None
         if self.ple is not None:
             streams, ple_pending = self.ple.forward(streams, batch, arena)
-        x, injection = self.attn_hyper.enter(streams)
+        x, injection = self._enter(streams)
         if self.gdn is not None:
             x, gdn_pending = self.gdn.forward(x, batch.groups, arena)
         else:
@@ -76,9 +77,17 @@ class Layer:
             streams, injection = streams[suffix.index], injection[suffix.index]
             x = x if self.gdn is None else x[suffix.index]
         streams = self.attn_hyper.leave(streams, x, injection)
-        x, injection = self.mlp_hyper.enter(streams)
-        streams = self.mlp_hyper.leave(streams, self.moe.forward(x), injection)
+        for span in row_spans(streams.shape[0]):
+            x, injection = self.mlp_hyper.enter(streams[span])
+            self.mlp_hyper.leave(streams[span], self.moe.forward(x), injection)
         return LayerOutput(streams, LayerPending(gdn_pending, ple_pending), selection, nonfinite)
+
+    def _enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        spans = row_spans(streams.shape[0])
+        if len(spans) == 1:
+            return self.attn_hyper.enter(streams)
+        xs, injections = zip(*(self.attn_hyper.enter(streams[span]) for span in spans), strict=True)
+        return torch.cat(xs), torch.cat(injections)
 
     def commit(
         self, pending: LayerPending, groups: tuple[Group, ...], accepted: list[Accepted | None], arena: Arena

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from page4.cache.storage import Arena
 from page4.geometry import Geometry
-from page4.model.batch import StepBatch
+from page4.model.batch import StepBatch, row_spans
 from page4.model.conv import causal_conv, window_after
 from page4.model.delta import Accepted
 from page4.model.groups import Group
@@ -78,15 +78,21 @@ class Ple:
     def forward(self, streams: Tensor, batch: StepBatch, arena: Arena) -> tuple[Tensor, tuple[PlePending, ...]]:
         """Adds the embedding to streams: [R, C, hidden] in place; one pending for each group of the batch."""
         ids = ngram_ids(shifted_tokens(batch, self.ngram_size, self.eos), self.weights)
+        parts = [self._gated(streams[span], ids[span]) for span in row_spans(len(ids))]
+        gated = parts[0] if len(parts) == 1 else torch.cat(parts)
+        del parts
+        local, pending = self._short_conv(rms_norm(gated, self.norm_conv, self.eps).flatten(1), batch.groups, arena)
+        return streams.add_(gated.add_(local.view_as(gated))), pending
+
+    def _gated(self, streams: Tensor, ids: Tensor) -> Tensor:
+        """The value of each row's n-grams behind the gate of each stream: [R, C, hidden]."""
         embedding = F.embedding(ids, self.weights.table).flatten(1)
         key, value = self.kv_proj(embedding).split_with_sizes(self.weights.split, -1)
         key = rms_norm(key.view(-1, self.count, self.hidden), self.norm_key, self.eps)
         query = rms_norm(streams, self.norm_query, self.eps)
         gate = (key * query).sum(-1, keepdim=True) / self.hidden**0.5
         gate = gate.abs().clamp_min_(1e-6).sqrt_() * gate.sign()
-        gated = gate.sigmoid_() * value.unsqueeze(1)
-        local, pending = self._short_conv(rms_norm(gated, self.norm_conv, self.eps).flatten(1), batch.groups, arena)
-        return streams.add_(gated.add_(local.view_as(gated))), pending
+        return torch.mul(gate.sigmoid_(), value.unsqueeze(1))
 
     def _short_conv(self, x: Tensor, groups: tuple[Group, ...], arena: Arena) -> tuple[Tensor, tuple[PlePending, ...]]:
         """x: [R, C * hidden] -> silu of the dilated convolution, same shape."""
