@@ -103,6 +103,14 @@ def test_b01_a_nan_names_its_row(row: int) -> None:
     assert ids_of(hidden) == [list(range(512))] * 4
 
 
+def test_b01_a_nan_beside_tied_scores_names_its_row() -> None:
+    """A row of equal scores but for a NaN: ties are split only where every score is a number."""
+    scores = torch.zeros(3, 90)
+    scores[1, 40] = math.nan
+    with pytest.raises(KernelError, match="index scores of row 1: expected numbers, got NaN"):
+        select_from_scores(scores, torch.tensor([90, 90, 90]), 8)
+
+
 @pytest.mark.parametrize("host", [True, False])
 def test_b01_a_nan_in_a_step_names_the_row_of_the_step(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
     monkeypatch.setattr(select_module, "WORKSPACE_BYTES", 4 * 30 * 2 * 3)  # three rows a chunk

@@ -39,7 +39,8 @@ def checked_top_blocks(scores: Tensor, visible: Tensor, top_k: int) -> tuple[Ten
         values, found = masked.topk(top_k + 1, dim=1)
         bad = values[:, 0].isnan()  # topk sorts NaN before every number
         ids = found[:, :top_k].sort(1).values.int()
-        tied = (values[:, top_k - 1] == values[:, top_k]).nonzero().squeeze(1)
+        # A NaN is above and equal to nothing, so a row with one has too few ids to split.
+        tied = (values[:, top_k - 1] == values[:, top_k]).logical_and_(~bad).nonzero().squeeze(1)
         if tied.numel():
             kth = values[:, top_k - 1 : top_k]
             ids[tied] = _break_ties(masked[tied], kth[tied], ~hidden[tied], counts[tied], top_k)
