@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.oracle import random_checkpoint
 
 # Few tokens, so that drafts of a random head are accepted now and then; budget 32, so that prompts above 35 are pruned.
@@ -26,3 +28,12 @@ def small_two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{**SMALL, "num_key_value_heads": 2, "num_attention_heads": 4, "ple_layer_ids": []},
         layer_types=["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_in_this_folder() -> Generator[None, None, None]:
+    """As `one_thread`, for the engines that fixtures share too: waking a second thread costs more than these models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.engine.lanes import assert_idle, collect, make_llm, prompt_of, tokens
 from tests.oracle import random_checkpoint
 
@@ -17,15 +16,6 @@ from page4.engine import llm as llm_module
 from page4.errors import CacheError, ConfigError, Page4Error, RequestError, ScaleError, ShardError, UsageError
 
 PROMPT = prompt_of(20, 41)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Generator[None, None, None]:
-    """As `one_thread`, for the fixtures of the module too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _mtp(k: object) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ from page4.engine.verifying import verify
 from page4.errors import UsageError
 
 COUNT = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Generator[None, None, None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _plain(folder: Path, prompts: list[list[int]], dtype: str) -> list[tuple[list[int], Tensor]]:

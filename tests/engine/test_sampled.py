@@ -6,7 +6,6 @@ The statistics run many short requests together. Their expected values come from
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_k": 10, "top_p": 0.9, "min_p": 0.1},
 ]
 SAMPLES = 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Generator[None, None, None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _target(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

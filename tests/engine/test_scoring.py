@@ -17,8 +17,6 @@ PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((17, 46, 48, 53
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 TOLERANCE = 1e-4
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def _by_oracle(folder: Path, result: RequestOutput, index: int = 0) -> tuple[list[int], torch.Tensor]:
     """The whole sequence, and the oracle's log probabilities of what follows each of its tokens [T, V]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,6 @@ from tests.engine.lanes import assert_idle, make_llm, prompt_of, tokens
 from page4 import LLM, SamplingParams, embedded_checkpoint
 from page4.engine import llm as llm_module
 from page4.model.weights import load_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Generator[None, None, None]:
-    """As `one_thread`, for the fixtures of the module too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 TEXT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef main():\n"
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.engine.lanes import assert_idle, collect, make_llm, prompt_of, tokens
 
 from page4 import SamplingParams
 
 PROMPT = prompt_of(20, 41)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Generator[None, None, None]:
-    """As `one_thread`, for the fixtures of the module too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -29,7 +29,9 @@ class Scanner:
 
     def peek(self) -> bytes:
         """The next byte that is not white space; empty at the end."""
-        self.position = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]  # matches always
+        space = _SPACE.match(self.text, self.position)
+        assert space is not None, "the pattern matches nothing at least"
+        self.position = space.end()
         return self.text[self.position : self.position + 1]
 
     def punctuation(self, byte: bytes) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from page4.cli import console, flags, models, prompts, report
 from page4.cli.flags import PROMPTS, SAMPLING, Number, option
+from page4.engine.admission import DEFAULT_BATCHED_TOKENS
 from page4.errors import EngineError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def generate(
     allow_unit_scales: flags.UnitScales = False,
     speculative_config: flags.Speculative = None,
     max_model_len: flags.MaxModelLen = None,
-    max_num_batched_tokens: flags.MaxBatched = 2048,
+    max_num_batched_tokens: flags.MaxBatched = DEFAULT_BATCHED_TOKENS,
     max_num_seqs: flags.MaxSeqs = 8,
     kv_cache_memory_bytes: flags.KVBytes = None,
     block_size: flags.BlockSize = 16,

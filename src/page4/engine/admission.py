@@ -10,6 +10,8 @@ from page4.errors import CacheError, RequestError, UsageError, message
 
 MAX_DRAFTS = 7
 DEFAULT_ARENA_BYTES = 1 << 30
+# On a CPU longer chunks prefill no faster and need several times the workspace (docs/decisions.md has the figures).
+DEFAULT_BATCHED_TOKENS = 512
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from page4 import env
 from page4.cache.layout import CacheLayout
 from page4.cache.storage import Arena
 from page4.checkpoint import Checkpoint
-from page4.engine.admission import Sizes, check_prompt, concurrent_windows, plan_arena
+from page4.engine.admission import DEFAULT_BATCHED_TOKENS, Sizes, check_prompt, concurrent_windows, plan_arena
 from page4.engine.core import EngineCore, Limits
 from page4.engine.metrics import EngineMetrics
 from page4.engine.options import cache_dtype, check_count, compute_dtype, device_of, num_drafts
@@ -49,7 +49,7 @@ class LLM:
         draft_kv_dtype: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         kv_cache_memory_bytes: int | None = None,
         block_size: int = 16,
         speculative_config: Mapping[str, Any] | None = None,
@@ -283,9 +283,12 @@ class _Collector:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # a sequence whose first entry is an int is one prompt
-    return list(prompts)  # type: ignore[arg-type]  # so this is a sequence of prompts
+    """One prompt (a text, or a sequence that begins with a token id) becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def _folder(model: str | Path | None) -> Path:
