@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +31,19 @@ class QsaOutput:
     nonfinite_rows: Tensor | None
 
 
+# Sees (layer, k [R, J, D], v [R, J, D]) as the cache is about to store them: K after norm and RoPE, in the model's
+# dtype. It must not keep or change them.
+KvObserver = Callable[[int, Tensor, Tensor], None]
+
+
 class Qsa:
-    """One layer; `layer` is its index in the arena."""
+    """One layer; `layer` is its index in the arena. `observer` is for calibration, None otherwise."""
 
     def __init__(self, weights: QsaWeights, geometry: Geometry, rope: Rope, layer: int) -> None:
         self.layer, self.rope, self.eps = layer, rope, geometry.rms_norm_eps
         self.heads, self.kv_heads, self.dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.index = geometry.index
+        self.observer: KvObserver | None = None
         self.split = weights.split
         self.in_proj = Linear(weights.in_proj, weights.in_bias)
         self.o_proj = Linear(weights.o_proj, weights.o_bias)
@@ -90,6 +97,8 @@ class Qsa:
         k, v = (y.view(-1, self.kv_heads, self.dim) for y in (k, v))
         qk = rotate_(rms_norm(torch.cat((q, k), 1), self.qk_norm, self.eps), *cos_sin)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+        if self.observer is not None:
+            self.observer(self.layer, k, v)
         nonfinite = append_kv(arena.layer_kv(self.layer), k, v, segment.rows)
         index = index.view(-1, self.index.num_heads + 1, self.index.head_dim)
         pooled, ring = arena.pooled(self.layer), arena.ring(self.layer)
