@@ -17,7 +17,7 @@ from page4 import env
 from page4.cache.rows import Rows
 from page4.cache.storage import LayerKV
 from page4.errors import KernelError, message
-from page4.kernels import reference, reference_wanted, supports, torch_attend
+from page4.kernels import cpu, reference, reference_wanted, supports, torch_attend
 from page4.plan import GROUP_ROWS, MAX_HEADS_PER_KV, GroupedPlan, RowPlan, plan_grouped, plan_rows
 from page4.select import Selection
 
@@ -30,9 +30,15 @@ route_counts: Counter[str] = Counter()
 
 
 def choose_route(
-    rows_of_requests: tuple[int, ...] | None, *, grouped_allowed: bool, heads_per_kv: int = 1
+    rows_of_requests: tuple[int, ...] | None,
+    *,
+    grouped_allowed: bool,
+    heads_per_kv: int = 1,
+    compiled: bool = False,
 ) -> tuple[Route, str]:
-    """The route for a step on a CPU, and why: (route, reason)."""
+    """The route for a step on a CPU, and why: (route, reason); compiled: see `is_compiled`."""
+    if compiled:
+        return "generic", "the compiled kernel reads each row's blocks from the pages: nothing to gather or to plan"
     if rows_of_requests is None:
         return "xqa", "rows are not known on the host to be neighbours"
     if max(rows_of_requests, default=0) <= 1:
@@ -102,15 +108,25 @@ def attend(
     _check(q, layer_kv, selection, rows, gate)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     heads_per_kv = q.shape[1] // layer_kv.k.shape[2]
+    compiled = splits == 1 and zero_unattended and is_compiled(q, layer_kv)
     if route == "auto":
         allowed = bool(env.get("GROUPED"))
-        route = choose_route(rows.lengths(), grouped_allowed=allowed, heads_per_kv=heads_per_kv)[0]
+        chosen = choose_route(
+            rows.lengths(),
+            grouped_allowed=allowed,
+            heads_per_kv=heads_per_kv,
+            compiled=compiled and selection.canonical,
+        )
+        route = chosen[0]
     else:
         _check_route(route, q, layer_kv, splits)
     route_counts[route] += 1
     logit_scale = scale if layer_kv.k_scale is None else scale * layer_kv.k_scale.value
     v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
-    if route == "grouped":
+    if route == "generic" and compiled:
+        out, lse = _compiled(q, layer_kv, selection, rows, logit_scale, v_scale, gate, want_lse=return_lse)
+        gate = None
+    elif route == "grouped":
         # Windows of 4 rows in groups of 8 would be half empty.
         group_rows = max(1, min(GROUP_ROWS, max(rows.lengths() or (GROUP_ROWS,))))
         grouped = plan_grouped(
@@ -133,6 +149,32 @@ def attend(
         return out
     assert lse is not None
     return out, lse
+
+
+def is_compiled(q: Tensor, layer_kv: LayerKV) -> bool:
+    """Whether the compiled kernel serves q [R, H, D] over this cache: fp32 queries, fp32 or E4M3 K/V."""
+    stored = () if layer_kv.is_e4m3 else (layer_kv.k,)
+    on_cpu = layer_kv.k.device.type == "cpu"
+    return on_cpu and q.is_contiguous() and cpu.refusal(q, *stored, channels=(q.shape[2],)) is None
+
+
+def _compiled(
+    q: Tensor,
+    layer_kv: LayerKV,
+    selection: Selection,
+    rows: Rows,
+    logit_scale: float,
+    v_scale: float,
+    gate: Tensor | None,
+    *,
+    want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    ids = selection.as_canonical(rows.positions).block_ids.contiguous()
+    if gate is not None and (gate.dtype != q.dtype or gate.stride(2) != 1):
+        gate = gate.to(q.dtype).contiguous()
+    places = (rows.positions, rows.request_of_row, rows.block_table)
+    operands = (q, layer_kv.k, layer_kv.v, ids, *places, logit_scale, v_scale, gate)
+    return cpu.attend_blocks(*operands, want_lse=want_lse)
 
 
 def _grouped(

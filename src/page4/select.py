@@ -18,7 +18,7 @@ from page4 import kernels
 from page4.cache.rows import Rows
 from page4.cache.units import BLOCK_TOKENS
 from page4.errors import KernelError, message
-from page4.kernels import reference, torch_planner, torch_select
+from page4.kernels import cpu, reference, torch_planner, torch_select
 
 # Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context. Small enough to
 # stay in a CPU's cache and in memory that the allocator hands out again without page faults.
@@ -75,6 +75,9 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
     if most <= top_k:
         return _everything(visible, min(most, top_k))
     counts = visible.clamp(max=top_k).int()
+    if is_compiled(index_q, pooled):
+        ids, bad = cpu.select_blocks(index_q, pooled, rows.block_table, rows.request_of_row, visible, top_k)
+        return _refuse_nan(bad) if bad is not None else Selection(ids, counts, True)
     tiles = list(_tiles(rows))
     found = [_tile_ids(index_q, pooled, rows, visible, top_k, *tile) for tile in tiles]
     if len(tiles) == 1 and isinstance(tiles[0][0], slice):
@@ -83,6 +86,12 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
     for (index, _, _), ids in zip(tiles, found, strict=True):
         block_ids[index] = ids
     return Selection(block_ids, counts, True)
+
+
+def is_compiled(index_q: Tensor, pooled: Tensor) -> bool:
+    """Whether the compiled kernel scores these: index_q [R, I, E], pooled [P, S / 4, E]."""
+    contiguous = index_q.is_contiguous() and pooled.stride()[1:] == (pooled.shape[2], 1)
+    return contiguous and cpu.refusal(index_q, pooled, channels=(index_q.shape[2],)) is None
 
 
 def select_from_scores(scores: Tensor, visible: Tensor, top_k: int) -> Selection:
@@ -113,6 +122,9 @@ def extend(selection: Selection, selected_at: Tensor, positions: Tensor) -> Sele
     selected_at, positions: [R] int64, where the selection was made and where it is used; at most 8 positions apart, so
     at most 2 blocks more. The draft layer selects once a window and reuses it this way.
     """
+    if selection.block_ids.is_contiguous() and cpu.refusal(channels=()) is None and positions.device.type == "cpu":
+        extended = cpu.extend_blocks(selection.block_ids, selection.counts, selected_at, positions)
+        return Selection(*extended, selection.canonical)
     old, new = visible_blocks(selected_at), visible_blocks(positions)
     block_ids = torch.nn.functional.pad(selection.block_ids, (0, 2), value=-1)
     for more in range(2):

@@ -75,6 +75,31 @@ def index_places(rows: Rows, state_slots: Tensor, page_tokens: int) -> IndexPlac
     return rows.once(("index", page_tokens, id(state_slots)), make)
 
 
+def request_spans(rows: Rows, state_slots: Tensor) -> Tensor:
+    """[N, 4] int64 on the CPU: first row, rows, state slot and first position of each request, from the host fields."""
+    starts, firsts = rows.row_starts, rows.first_positions
+    assert starts is not None and firsts is not None, "spans are made from the host fields"
+
+    def make() -> tuple[Tensor, Tensor]:
+        facts = zip(itertools.pairwise(starts), state_slots.tolist(), firsts, strict=True)
+        spans = [(start, end - start, slot, first) for (start, end), slot, first in facts]
+        return torch.tensor(spans, dtype=torch.int64).view(-1, 4), state_slots
+
+    return rows.once(("spans", id(state_slots)), make)[0]
+
+
+def completed_blocks(rows: Rows) -> Tensor:
+    """[B] int64: position of the first token of each block that the rows complete, by request and position."""
+    starts, firsts = rows.row_starts, rows.first_positions
+    assert starts is not None and firsts is not None, "known from the host fields"
+    found = [
+        block * BLOCK_TOKENS
+        for (start, end), first in zip(itertools.pairwise(starts), firsts, strict=True)
+        for block in range(first // BLOCK_TOKENS, (first + end - start) // BLOCK_TOKENS)
+    ]
+    return torch.tensor(found, dtype=torch.int64, device=rows.positions.device)
+
+
 def _mask(target: Tensor, rows: Rows) -> Tensor | None:
     """Which of the pages or slots are not the null one; None when all are and asking costs no sync."""
     real = target > 0

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from page4 import env
+from page4 import env, kernels
 from page4.errors import Page4Error
 
 PACKAGES = ("page4", "torch", "numpy", "tokenizers", "jinja2", "transformers", "huggingface_hub", "triton", "vllm")
@@ -144,8 +144,9 @@ def features_off() -> dict[str, str]:
         off["CUDA devices"] = "present, not used by this version"
     if importlib.util.find_spec("huggingface_hub") is None:
         off["models by hub name"] = "huggingface_hub is not installed (pip install 'page4[hub]')"
-    if env.get("KERNELS") == "reference":
-        off["fast kernels"] = "PAGE4_KERNELS=reference"
+    compiled = kernels.compiled_refusal()
+    if compiled is not None:
+        off["compiled CPU kernels"] = compiled
     if not env.get("GROUPED"):
         off["grouped route"] = "PAGE4_GROUPED=0"
     if not env.get("PLAN_REPOINT"):

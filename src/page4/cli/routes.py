@@ -8,7 +8,7 @@ from typing import Any
 
 from page4 import env
 from page4.attend import choose_route
-from page4.kernels import ROUTES, supports
+from page4.kernels import ROUTES, compiled_refusal, supports
 
 # Rows of each request in a step.
 STEPS: dict[str, tuple[int, ...]] = {
@@ -21,6 +21,8 @@ STEPS: dict[str, tuple[int, ...]] = {
 # As people name them, and as the elements are stored.
 KV_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "fp8_e4m3": "uint8"}
 DEVICES = ("cpu", "cuda")
+# What the compiled CPU kernels read.
+COMPILED_KV = ("float32", "uint8")
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,20 @@ def answer(device: str, rows: tuple[int, ...], shape: Shape, stored: str) -> dic
     }
     if all(refusals.values()):
         return {"route": None, "why": "no route serves it", "others": refusals}
-    route, why = choose_route(rows, grouped_allowed=env.get("GROUPED"), heads_per_kv=heads_per_kv)
-    slower = {
-        "generic": "splits one row over many processors, which a CPU step has no use for",
-        "xqa": "would gather the blocks that neighbouring rows share once for each row",
-        "grouped": why,
-    }
+    # As for float32 queries; the other types run on torch.
+    compiled = stored in COMPILED_KV and compiled_refusal() is None
+    route, why = choose_route(rows, grouped_allowed=env.get("GROUPED"), heads_per_kv=heads_per_kv, compiled=compiled)
+    slower = (
+        {
+            "xqa": "lays out a table of each row's blocks, which the compiled kernel does without",
+            "grouped": "joins the blocks of neighbouring rows, which a core's cache does as well",
+        }
+        if compiled
+        else {
+            "generic": "splits one row over many processors, which a CPU step has no use for",
+            "xqa": "would gather the blocks that neighbouring rows share once for each row",
+            "grouped": why,
+        }
+    )
     others = {name: refusal or slower[name] for name, refusal in refusals.items() if name != route}
     return {"route": route, "why": why, "others": others}

@@ -1,15 +1,18 @@
 """Kernels: pointers and tensors only. The operations own validation, choice and allocation; this is the registry.
 
-    select   torch_select    reference
-    plan     torch_planner   reference
-    attend   torch_attend    reference
+    select   cpu (select.c)             torch_select    reference
+    plan                                torch_planner   reference
+    attend   cpu (attend.c, generic)    torch_attend    reference
+    layers   cpu (hyper.c, gdn.c, moe.c, qsa.c)         the torch code of `model`
 
+The compiled kernels serve float32 on a CPU where a C compiler is installed. PAGE4_KERNELS=torch leaves them out,
 PAGE4_KERNELS=reference runs every operation on `reference`, its readable truth. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from page4 import env
+from page4.kernels import cpu_build
 from page4.kernels.plans import MAX_HEADS_PER_KV
 
 ROUTES: dict[str, tuple[str, ...]] = {
@@ -22,11 +25,18 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "uint8")
 DEVICES = ("cpu",)
 _KERNELS = {"select": "torch_select", "plan": "torch_planner", "attend": "torch_attend"}
+_COMPILED = {("select", "blocks"): "cpu/select.c", ("attend", "generic"): "cpu/attend.c"}
 
 
 def reference_wanted() -> bool:
     """Whether PAGE4_KERNELS asks for the truth."""
     return env.get("KERNELS") == "reference"
+
+
+def compiled_refusal() -> str | None:
+    """None when the compiled CPU kernels are on, else why they are off; builds them when they are not there yet."""
+    wanted = env.get("KERNELS")
+    return f"PAGE4_KERNELS is {wanted}" if wanted != "auto" else cpu_build.built()[1]
 
 
 def supports(
@@ -64,10 +74,18 @@ def supports(
 
 def table() -> list[dict[str, str]]:
     """Which kernel runs each route of each operation now: {op, route, kernel, device}, for `page4 doctor`."""
-    reference = reference_wanted()
     return [
-        {"op": op, "route": route, "kernel": "reference" if reference else _KERNELS[op], "device": device}
+        {"op": op, "route": route, "kernel": _kernel(op, route), "device": device}
         for op, routes in ROUTES.items()
         for route in routes
         for device in DEVICES
     ]
+
+
+def _kernel(op: str, route: str) -> str:
+    if reference_wanted():
+        return "reference"
+    compiled = _COMPILED.get((op, route))
+    if compiled is None or compiled_refusal() is not None:
+        return _KERNELS[op]
+    return f"{compiled} for float32, {_KERNELS[op]} otherwise"

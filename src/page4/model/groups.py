@@ -24,7 +24,8 @@ class Group:
     requests: positions in the step, request_index: the same as [n] int64; lengths: rows of each request;
     slots: slice or [n] int64 into state views [slots, ...]; rows: slice (contiguous, nothing padded) or
     [n * width] int64 into the step's rows; kept: [n * width] int64 padded rows that are real, None with a slice, and
-    targets: [sum of lengths] int64, where those rows lie in the step.
+    targets: [sum of lengths] int64, where those rows lie in the step; spans: [n, 4] int64, for each request its first
+    row among the real rows of this group, its rows, its slot, and 0.
     """
 
     requests: tuple[int, ...]
@@ -35,6 +36,7 @@ class Group:
     rows: slice | Tensor
     kept: Tensor | None
     targets: Tensor | None
+    spans: Tensor
 
     @property
     def is_window(self) -> bool:
@@ -44,6 +46,11 @@ class Group:
     def gather(self, x: Tensor) -> Tensor:
         """x: [R, ...] -> [n, width, ...]; a view when nothing is padded."""
         return x[self.rows].view(len(self.requests), self.width, *x.shape[1:])
+
+    @property
+    def real_rows(self) -> slice | Tensor:
+        """The group's rows in the step without padding, in the order of `spans`."""
+        return self.rows if self.targets is None else self.targets
 
     def scatter(self, out: Tensor, y: Tensor) -> None:
         """Writes y: [n, width, ...] to its rows of out: [R, ...]; padded rows are dropped."""
@@ -91,4 +98,6 @@ def _group(
     step = own[1] - own[0] if len(own) > 1 else 1
     evenly = step > 0 and all(b == a + step for a, b in itertools.pairwise(own))
     slot_index: slice | Tensor = slice(own[0], own[-1] + 1, step) if evenly else tensor(own)
-    return Group(requests, tensor(list(requests)), lengths, width, slot_index, rows, kept, targets)
+    firsts = itertools.accumulate(lengths, initial=0)
+    spans = torch.tensor([(f, k, slot, 0) for f, k, slot in zip(firsts, lengths, own, strict=False)], dtype=torch.int64)
+    return Group(requests, tensor(list(requests)), lengths, width, slot_index, rows, kept, targets, spans)

@@ -76,10 +76,10 @@ class Layer:
         if suffix is not None:
             streams, injection = streams[suffix.index], injection[suffix.index]
             x = x if self.gdn is None else x[suffix.index]
-        streams = self.attn_hyper.leave(streams, x, injection)
         for span in row_spans(streams.shape[0]):
-            x, injection = self.mlp_hyper.enter(streams[span])
-            self.mlp_hyper.leave(streams[span], self.moe.forward(x), injection)
+            part = streams[span]
+            inner, inner_injection = self.attn_hyper.pass_on(part, x[span], injection[span], self.mlp_hyper)
+            self.mlp_hyper.leave(part, self.moe.forward(inner), inner_injection)
         return LayerOutput(streams, LayerPending(gdn_pending, ple_pending), selection, nonfinite)
 
     def _enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:

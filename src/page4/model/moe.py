@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from page4.geometry import Geometry
+from page4.kernels import cpu
 from page4.model.linear import Linear
 from page4.model.weight_tree import MoeWeights
 
@@ -29,8 +30,12 @@ class Moe:
         self.shared_gate_up, self.shared_down = Linear(weights.shared_gate_up), Linear(weights.shared_down)
         small = weights.gate_up.nbytes + weights.down.nbytes <= DENSE_BYTES
         self.has_dense = small and moe.num_experts <= DENSE_EXPERTS_PER_CHOICE * moe.top_k
+        self.kernel: cpu.Moe | None = None
         if self.has_dense:
             self._fuse(weights)
+            widths = (moe.intermediate, self.inner - self.routed)
+            if cpu.refusal(weights.router, channels=widths) is None:
+                self.kernel = cpu.Moe(moe.num_experts, moe.top_k, moe.intermediate, self.inner, moe.norm_topk_prob)
 
     def _fuse(self, weights: MoeWeights) -> None:
         """One matrix into all experts (gates, ups, router) and one out of them; the shared expert is the last."""
@@ -60,7 +65,10 @@ class Moe:
 
     def _dense(self, x: Tensor) -> Tensor:
         """All experts for all rows, weighted before the way out; the unchosen weigh nothing, whatever they hold."""
-        gate, up, logits = self.dense_in(x).split_with_sizes((self.inner, self.inner, self.num_experts + 1), -1)
+        projected = self.dense_in(x)
+        if self.kernel is not None:
+            return self.dense_out(self.kernel.activate(projected))
+        gate, up, logits = projected.split_with_sizes((self.inner, self.inner, self.num_experts + 1), -1)
         scores, chosen = self._route(logits[:, : self.num_experts])
         weights = torch.zeros_like(logits).scatter_(1, chosen, scores)[:, : self.num_experts].unsqueeze(-1)
         inner = F.silu(gate).mul_(up)
