@@ -142,9 +142,8 @@ class Gdn:
         rows, width = projected.shape[0], self._heads * self._value_dim
         mixed, heads = projected.new_empty(rows, self._conv_dim), projected.new_empty(rows, width)
         updates, log_decay = projected.new_empty(rows, width), projected.new_empty(rows, self._heads)
-        self._struct.state_stride, self._struct.conv_stride = recurrent.stride(0), conv.stride(0)
         operands = (projected, spans, spans.shape[0], rows, recurrent, conv, mixed, heads, updates, log_decay)
-        _call("page4_gdn_window", byref(self._struct), *_pointers(operands))
+        _call("page4_gdn_window", byref(self._over(recurrent, conv)), *_pointers(operands))
         return heads, (mixed, updates, log_decay)
 
     def commit(
@@ -159,7 +158,13 @@ class Gdn:
         """Advances both states by the first accepted[n] rows of each window; accepted: [n] int64."""
         mixed, updates, log_decay = kept
         operands = (projected, mixed, spans, accepted, spans.shape[0], recurrent, conv, updates, log_decay)
-        _call("page4_gdn_commit", byref(self._struct), *_pointers(operands))
+        _call("page4_gdn_commit", byref(self._over(recurrent, conv)), *_pointers(operands))
+
+    def _over(self, recurrent: Tensor, conv: Tensor) -> _Gdn:
+        """A structure of the call's own: one layer may serve several arenas, also at the same time."""
+        struct = _Gdn.from_buffer_copy(self._struct)
+        struct.state_stride, struct.conv_stride = recurrent.stride(0), conv.stride(0)
+        return struct
 
 
 class _Side(Structure):
