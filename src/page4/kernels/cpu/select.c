@@ -100,7 +100,7 @@ EXPORT void page4_extend(const int32_t *old_ids, const int32_t *old_counts, cons
         memcpy(mine, old_ids + r * width, width * sizeof *mine);
         mine[width] = mine[width + 1] = -1;
         counts[r] = old_counts[r];
-        for (int64_t block = (selected_at[r] + 1) / BLOCK_TOKENS; block < (positions[r] + 1) / BLOCK_TOKENS; block++)
-            mine[counts[r]++] = (int32_t)block;
+        int64_t block = (selected_at[r] + 1) / BLOCK_TOKENS, end = (positions[r] + 1) / BLOCK_TOKENS;
+        for (; block < end && counts[r] < width + 2; block++) mine[counts[r]++] = (int32_t)block;
     }
 }
