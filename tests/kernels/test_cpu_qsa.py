@@ -381,6 +381,7 @@ def test_index_keys_of_ragged_requests_with_rejected_rows(data: st.DataObject) -
 def test_the_null_page_and_slot_0_are_never_written(generator: torch.Generator, rng: random.Random) -> None:
     layer = Layer(generator)
     index = Index(layer, 2, 8, 32, rng)
+    index.step([1], [8])
     index.tables[0], index.slots[0] = [0] * len(index.tables[0]), 0
     rows = index.rows_of([0, 1], [12, 6])
     slots, projected = torch.tensor(index.slots), layer.rows(18)
@@ -389,8 +390,8 @@ def test_the_null_page_and_slot_0_are_never_written(generator: torch.Generator, 
     layer.kernel.append_index(projected, request_spans(rows, slots), rows.block_table, turned, index.pooled, index.ring)
     assert same_bits(index.pooled[0], null_page) and same_bits(index.ring[0], null_slot)
     mean = projected[12:16, -layer.index_dim :].double().mean(0).view(1, 1, -1)
-    want = layer.turned(mean, layer.norms[3], torch.tensor([0])).flatten()
-    assert_close(index.pooled[index.tables[1][0], 0], want, 5e-6)
+    want = layer.turned(mean, layer.norms[3], torch.tensor([8])).flatten()
+    assert_close(index.pooled[index.tables[1][1], 0], want, 5e-6)
 
 
 @pytest.mark.parametrize("slack", [0, 3])
