@@ -16,6 +16,7 @@ from page4.attend import attend, is_compiled, route_counts
 from page4.cache.rows import Rows
 from page4.cache.storage import LayerKV
 from page4.codec import Scale
+from page4.errors import CacheError
 from page4.kernels import cpu
 from page4.select import Selection
 
@@ -270,6 +271,19 @@ def test_operands_may_be_views_of_wider_ones(seed: int) -> None:
     for view in (wide[:, : table.shape[1]], table.T.contiguous().T):
         case.rows = Rows(pairs[:, 0], pairs[:, 1], view)
         assert all(same_bits(*pair) for pair in zip(run(case), want, strict=True))
+
+
+@pytest.mark.parametrize("past", [0, 1, 100000])
+def test_a_position_past_the_block_table_is_refused(seed: int, past: int) -> None:
+    case = make_case(seed, [(30, 2)], heads=6, dim=32)
+    at = torch.tensor([30, 4 * 16 - 1 + past])
+    case.rows = Rows(at, case.rows.request_of_row, case.rows.block_table)
+    case.selection = Selection(case.selection.block_ids, case.selection.counts, True)
+    if not past:
+        run(case)
+        return
+    with pytest.raises(CacheError, match=f"expected below 64, 4 pages of 16 tokens, got {63 + past}"):
+        run(case)
 
 
 def test_without_rows(seed: int) -> None:

@@ -14,7 +14,7 @@ from tests.kernels.cpu_cases import assert_threads_agree, needs_compiler, same_b
 from torch import Tensor
 
 from page4.cache.rows import Rows
-from page4.errors import KernelError
+from page4.errors import CacheError, KernelError
 from page4.kernels import cpu
 from page4.select import Selection, extend, is_compiled, select
 
@@ -216,6 +216,18 @@ def test_the_op_names_the_row(generator: torch.Generator) -> None:
     rows = Rows(torch.arange(130, 140), torch.zeros(10, dtype=torch.int64), table)
     with pytest.raises(KernelError, match="row 5"):
         select(torch.randn(10, 2, E, generator=generator), pooled, rows, 8)
+
+
+def test_a_position_past_the_block_table_is_refused(generator: torch.Generator, rng: random.Random) -> None:
+    pooled, table = paged(torch.randn(1, 40, E, generator=generator), 4, rng)
+    for position, allowed in ((159, True), (160, False)):
+        rows = Rows(torch.tensor([position]), torch.tensor([0]), table)
+        q = torch.randn(1, 2, E, generator=generator)
+        if allowed:
+            select(q, pooled, rows, 8)
+        else:
+            with pytest.raises(CacheError, match="expected below 160"):
+                select(q, pooled, rows, 8)
 
 
 def test_operands_may_be_views_of_wider_ones(generator: torch.Generator, rng: random.Random) -> None:
