@@ -26,6 +26,13 @@ def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 
+def compiled_parts(llm: LLM) -> set[bool]:
+    """Whether the parts of the layers that may be compiled are."""
+    parts = [part for layer in llm.core.model.layers for part in vars(layer).values() if hasattr(part, "kernel")]
+    assert {type(part).__name__ for part in parts} == {"Hyper", "Gdn", "Qsa", "Moe"}
+    return {part.kernel is not None for part in parts}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "options", [{}, {"kv_cache_dtype": "fp8_e4m3", "allow_unit_scales": True}], ids=["fp32", "e4m3"]
@@ -46,6 +53,7 @@ def test_greedy_tokens_are_those_of_torch(
         monkeypatch.setenv("PAGE4_KERNELS", kernels)
         before, llm = route_counts["generic"], make_llm(path, k, **options)
         torch.set_num_threads(threads)
+        assert compiled_parts(llm) == {kernels == "auto"}
         found[kernels] = greedy(llm, PROMPTS, COUNT)
         assert (route_counts["generic"] > before) == (kernels == "auto"), "the compiled route must be seen"
     assert found["auto"] == found["torch"]
@@ -59,7 +67,7 @@ def test_the_embedded_checkpoint_gives_the_tokens_of_torch(monkeypatch: pytest.M
     for kernels in ("auto", "torch"):
         monkeypatch.setenv("PAGE4_KERNELS", kernels)
         llm = make_llm(embedded_checkpoint(), k, max_model_len=512)
-        assert llm.tokenizer is not None
+        assert llm.tokenizer is not None and compiled_parts(llm) == {kernels == "auto"}
         texts = ["import os\n\n\ndef walk(path):\n" * 8, "class Reader:\n", "x"]
         found.append(greedy(llm, [llm.tokenizer.encode(text) for text in texts], 24))
     assert found[0] == found[1]

@@ -10,6 +10,7 @@ from tests.kernels.cpu_cases import assert_close, assert_threads_agree, needs_co
 from torch import Tensor
 
 from page4.kernels import cpu
+from page4.model.hyper import Mixer
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
 EPS = 1e-6
@@ -107,6 +108,16 @@ def test_saturated_weights(generator: torch.Generator, scale: float) -> None:
     # The weights are steep here: an error of fp32's size before a sigmoid is `scale` times that in it.
     assert_close(mixed, want_mixed, 1e-6 * scale)
     assert_close(injection, want_injection, 1e-6 * scale)
+
+
+def test_a_mixer_takes_a_view_of_wider_rows(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGE4_KERNELS", "auto")
+    weights = Weights.draw(generator, 2, 32, 8, 0)
+    wide = torch.randn(5, 80, generator=generator)
+    mixer = Mixer.__new__(Mixer)
+    mixer.kernel = weights.kernel()
+    mixed, _ = mixer.mix(wide[:, :64].view(5, 2, 32))
+    assert_close(mixed, weights.enter(wide[:, :64].double().view(5, 2, 32))[0], 5e-6)
 
 
 def test_a_row_of_nan_stays_alone(generator: torch.Generator) -> None:
