@@ -169,6 +169,7 @@ def _compiled(
     *,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    rows.check_within(layer_kv.page_tokens)
     ids = selection.as_canonical(rows.positions).block_ids.contiguous()
     if gate is not None and (gate.dtype != q.dtype or gate.stride(2) != 1):
         gate = gate.to(q.dtype).contiguous()

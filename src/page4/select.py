@@ -76,6 +76,7 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
         return _everything(visible, min(most, top_k))
     counts = visible.clamp(max=top_k).int()
     if is_compiled(index_q, pooled):
+        rows.check_within(pooled.shape[1] * BLOCK_TOKENS)
         ids, bad = cpu.select_blocks(index_q, pooled, rows.block_table, rows.request_of_row, visible, top_k)
         return _refuse_nan(bad) if bad is not None else Selection(ids, counts, True)
     tiles = list(_tiles(rows))

@@ -101,7 +101,7 @@ def fp32_quotient(x: float, scale: float) -> float:
     while abs(exact) >= Fraction(2) ** (exponent + 24):
         exponent += 1
     unit = Fraction(2) ** exponent
-    return float(round(exact / unit) * unit)  # Fraction rounds half to even
+    return math.copysign(float(round(exact / unit) * unit), x)  # Fraction rounds half to even
 
 
 def exact_byte(x: float, scale: float) -> int:

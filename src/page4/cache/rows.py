@@ -85,6 +85,16 @@ class Rows:
             return None
         return tuple(end - start for start, end in itertools.pairwise(self.row_starts))
 
+    def check_within(self, page_tokens: int) -> None:
+        """Raises `CacheError` when a position lies past the block table; for code that reads the table by address."""
+        self.once(("within", page_tokens), lambda: self._check_within(page_tokens))
+
+    def _check_within(self, page_tokens: int) -> None:
+        last, tokens = int(self.positions.max()) if self.num_rows else -1, self.block_table.shape[1] * page_tokens
+        if last >= tokens:
+            allowed = f"below {tokens}, {self.block_table.shape[1]} pages of {page_tokens} tokens"
+            raise CacheError(message("positions", allowed=allowed, got=last, do="pass the pages of every position"))
+
     def pages_of(self, positions: Tensor, requests: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:
         """Physical page and offset in it of tokens; a position below 0 gives the null page.
 

@@ -142,9 +142,8 @@ class Gdn:
         rows, width = projected.shape[0], self._heads * self._value_dim
         mixed, heads = projected.new_empty(rows, self._conv_dim), projected.new_empty(rows, width)
         updates, log_decay = projected.new_empty(rows, width), projected.new_empty(rows, self._heads)
-        self._struct.state_stride, self._struct.conv_stride = recurrent.stride(0), conv.stride(0)
         operands = (projected, spans, spans.shape[0], rows, recurrent, conv, mixed, heads, updates, log_decay)
-        _call("page4_gdn_window", byref(self._struct), *_pointers(operands))
+        _call("page4_gdn_window", byref(self._over(recurrent, conv)), *_pointers(operands))
         return heads, (mixed, updates, log_decay)
 
     def commit(
@@ -159,7 +158,13 @@ class Gdn:
         """Advances both states by the first accepted[n] rows of each window; accepted: [n] int64."""
         mixed, updates, log_decay = kept
         operands = (projected, mixed, spans, accepted, spans.shape[0], recurrent, conv, updates, log_decay)
-        _call("page4_gdn_commit", byref(self._struct), *_pointers(operands))
+        _call("page4_gdn_commit", byref(self._over(recurrent, conv)), *_pointers(operands))
+
+    def _over(self, recurrent: Tensor, conv: Tensor) -> _Gdn:
+        """A structure of the call's own: one layer may serve several arenas, also at the same time."""
+        struct = _Gdn.from_buffer_copy(self._struct)
+        struct.state_stride, struct.conv_stride = recurrent.stride(0), conv.stride(0)
+        return struct
 
 
 class _Side(Structure):
@@ -178,7 +183,7 @@ class _Cache(Structure):
 
 
 class _Table(Structure):
-    _fields_ = [("pages", c_void_p), ("width", c_int64)]
+    _fields_ = [("pages", c_void_p), ("row_stride", c_int64)]
 
 
 def _cache(k: Tensor, v: Tensor, k_scale: float, v_scale: float) -> _Cache:
@@ -188,7 +193,12 @@ def _cache(k: Tensor, v: Tensor, k_scale: float, v_scale: float) -> _Cache:
 
 
 def _table(block_table: Tensor) -> _Table:
-    return _Table(block_table.data_ptr(), block_table.shape[1])
+    """block_table: [N, W] int32 of `_rows_of`, possibly some columns of a wider one."""
+    return _Table(block_table.data_ptr(), block_table.stride(0))
+
+
+def _rows_of(table: Tensor) -> Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()
 
 
 class _Qsa(Structure):
@@ -252,7 +262,7 @@ class Qsa:
         ring: Tensor,
     ) -> None:
         """Raw index keys to the rings; the keys of completed blocks, turned by cos and sin [B, rotary], to pages."""
-        page_tokens = 4 * pooled.shape[1]
+        page_tokens, block_table = 4 * pooled.shape[1], _rows_of(block_table)
         head = _pointers((projected, spans, spans.shape[0]))
         tail = _pointers((page_tokens, *turned, pooled, pooled.stride(0), ring, ring.stride(0)))
         _call("page4_append_index", byref(self._struct), *head, byref(_table(block_table)), *tail)
@@ -264,6 +274,7 @@ def select_blocks(
     """Ids [R, top_k] int32 of the best visible blocks, and the first row with a NaN score; see `select.c`."""
     rows, heads, dim = index_q.shape
     ids = torch.empty(rows, top_k, dtype=torch.int32)
+    block_table, requests = _rows_of(block_table), requests.contiguous()
     head = _pointers((index_q, rows, heads, dim, pooled, pooled.stride(0), pooled.shape[1]))
     library = cpu_build.load()[0]
     assert library is not None
@@ -276,6 +287,7 @@ def extend_blocks(ids: Tensor, counts: Tensor, selected_at: Tensor, positions: T
     """Ids [R, K + 2] and counts [R] int32 with the blocks that were completed since."""
     rows, width = ids.shape
     out, out_counts = torch.empty(rows, width + 2, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+    counts, selected_at, positions = counts.contiguous(), selected_at.contiguous(), positions.contiguous()
     _call("page4_extend", *_pointers((ids, counts, selected_at, positions, rows, width, out, out_counts)))
     return out, out_counts
 
@@ -309,6 +321,7 @@ def attend_blocks(
     """Attention of every row over its canonical selection and tail; gate: strided [R, H, D]. See `attend.c`."""
     rows, heads, dim = q.shape
     out, lse = torch.empty_like(q), q.new_empty(rows, heads) if want_lse else None
+    block_table, positions, requests = _rows_of(block_table), positions.contiguous(), requests.contiguous()
     sizes = _Attend(heads, k.shape[2], dim, ids.shape[1], logit_scale, v_scale)
     gated = None if gate is None else byref(_Gate(gate.data_ptr(), gate.stride(0), gate.stride(1)))
     cache, head = _cache(k, v, 1.0, 1.0), _pointers((q, rows, ids, positions, requests))

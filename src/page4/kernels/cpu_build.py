@@ -36,7 +36,16 @@ def built() -> tuple[Path | None, str | None]:
     try:
         return _build(compiler), None
     except (OSError, subprocess.SubprocessError) as error:
-        return None, _warn(f"{compiler} failed: {getattr(error, 'stderr', None) or error}")
+        return None, _warn(f"{compiler} failed: {_said(error)}")
+
+
+def _said(error: OSError | subprocess.SubprocessError) -> str:
+    """In a few words, without the command."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done after {error.timeout:g} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.stderr.strip() or f"exit status {error.returncode}"
+    return str(error)
 
 
 @functools.cache
@@ -64,14 +73,14 @@ def _build(compiler: str) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     name = f"page4-cpu-{_key(compiler, [*sources, *sorted(SOURCES.glob('*.h'))])}.so"
     path = _folder() / name
-    if path.is_file():
+    if path.is_file() and _is_whole(path):
         return path
     # Staged beside its name, so that a build that is cut off, or a second one at the same time, leaves no half file.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=name, suffix=".part", delete=False) as staged:
         part = Path(staged.name)
     try:
-        command = [compiler, *FLAGS, "-o", str(part), *map(str, sources), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        _run([compiler, *FLAGS, "-o", str(part), *map(str, sources), "-lm"])
+        _seal(part)
         part.chmod(0o755)
         part.replace(path)
     finally:
@@ -79,15 +88,35 @@ def _build(compiler: str) -> Path:
     return path
 
 
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=BUILD_SECONDS)
+    return done.stdout
+
+
+def _seal(path: Path) -> None:
+    """Appends the hash of a library to it, which a loader does not look at."""
+    with path.open("r+b") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is as it was sealed: to load one that is cut off kills the process (SIGBUS)."""
+    content = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
+
+
 def _folder() -> Path:
     """`page4` in the user's cache folder, or a folder of this process where that cannot be written."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "page4"
     try:
+        # A user without an entry in the password file and without HOME has no home: RuntimeError.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "page4"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):
         return Path(_process_folder().name)
 
 
@@ -97,8 +126,8 @@ def _process_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _key(compiler: str, files: list[Path]) -> str:
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=BUILD_SECONDS).stdout
-    parts = [*(path.read_bytes() for path in files), version, " ".join(FLAGS).encode(), _processor().encode()]
+    version = _run([compiler, "--version"])
+    parts = [*(path.read_bytes() for path in files), version.encode(), " ".join(FLAGS).encode(), _processor().encode()]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())

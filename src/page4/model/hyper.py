@@ -33,7 +33,7 @@ class Mixer:
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """streams: [R, C, hidden] -> mixed [R, hidden], and the scaled down projection [R, lowrank (+ C)]."""
         if self.kernel is not None:
-            return self.kernel.enter(streams)
+            return self.kernel.enter(streams.contiguous())
         normed = rms_norm(streams, self.norm, self.eps)
         low = self.down(normed.flatten(1))
         weight = self.up(F.silu(low[:, : self.lowrank])).sigmoid_().view_as(normed)

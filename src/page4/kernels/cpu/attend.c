@@ -147,7 +147,7 @@ EXPORT int64_t page4_attend(const attend_t *w, const cache_t *cache, const float
         for (int64_t unit = 0; unit < rows * w->kv_heads; unit++) {
             int64_t r = unit / w->kv_heads, kv_head = unit % w->kv_heads;
             if (!logits) continue;
-            const int32_t *pages = table->pages + requests[r] * table->width;
+            const int32_t *pages = table->pages + requests[r] * table->row_stride;
             int64_t tokens = positions[r] < 0 ? 0 : gather(cache, ids + r * w->width, w->width, positions[r], pages, kv_head, k_at, v_at);
             for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h += HEADS_AT_ONCE) {
                 int64_t left = (kv_head + 1) * group - h, heads = left < HEADS_AT_ONCE ? left : HEADS_AT_ONCE;

@@ -12,6 +12,7 @@ static void route(const moe_t *w, const float *logits, float *weights) {
         if (logits[e] > top) top = logits[e];
         weights[e] = 0;
     }
+    bad |= top == -INFINITY; /* not one finite logit */
     for (int64_t e = 0; e < w->experts; e++) total += p[e] = expf(logits[e] - top);
     for (int64_t n = 0; n < w->chosen; n++) {
         int64_t best = -1;

@@ -98,6 +98,7 @@ typedef struct {
     float k_scale, v_scale; /* 1 unless is_e4m3 */
 } cache_t;
 
-typedef struct { const int32_t *pages; int64_t width; } table_t;
+/* The pages of each request, a row each; rows are row_stride entries apart. */
+typedef struct { const int32_t *pages; int64_t row_stride; } table_t;
 
 #endif

@@ -123,7 +123,7 @@ EXPORT void page4_append_index(const qsa_t *w, const float *projected, const spa
         for (int64_t t = 0; t < span.rows; t++) {
             int64_t position = span.first_position + t;
             if (position % BLOCK_TOKENS != BLOCK_TOKENS - 1) continue;
-            int64_t page = table->pages[s * table->width + position / page_tokens];
+            int64_t page = table->pages[s * table->row_stride + position / page_tokens];
             int64_t place = position % page_tokens / BLOCK_TOKENS;
             if (page > 0)
                 pool(w, keys, mine, span, t, cos + block * w->rotary, sin + block * w->rotary,

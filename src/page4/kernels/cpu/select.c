@@ -82,7 +82,7 @@ EXPORT int64_t page4_select(const float *index_q, int64_t rows, int64_t heads, i
             int64_t count = visible[r] < top_k ? visible[r] : top_k;
             for (int64_t i = 0; i < top_k; i++) mine[i] = i < count ? (int32_t)i : -1;
             if (visible[r] <= top_k) continue;
-            const int32_t *pages = table->pages + requests[r] * table->width;
+            const int32_t *pages = table->pages + requests[r] * table->row_stride;
             if (!scores || !score(index_q + r * heads * dim, heads, dim, pooled, page_stride, per_page, pages, visible[r], scores))
                 bad = r < bad ? r : bad;
             else best(scores, visible[r], top_k, mine);
@@ -100,7 +100,7 @@ EXPORT void page4_extend(const int32_t *old_ids, const int32_t *old_counts, cons
         memcpy(mine, old_ids + r * width, width * sizeof *mine);
         mine[width] = mine[width + 1] = -1;
         counts[r] = old_counts[r];
-        for (int64_t block = (selected_at[r] + 1) / BLOCK_TOKENS; block < (positions[r] + 1) / BLOCK_TOKENS; block++)
-            mine[counts[r]++] = (int32_t)block;
+        int64_t block = (selected_at[r] + 1) / BLOCK_TOKENS, end = (positions[r] + 1) / BLOCK_TOKENS;
+        for (; block < end && counts[r] < width + 2; block++) mine[counts[r]++] = (int32_t)block;
     }
 }
