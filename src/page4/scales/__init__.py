@@ -1,0 +1,1 @@
+"""Scale tooling: packs, overlays and their verification, on files alone and without torch."""
