@@ -117,10 +117,12 @@ def max_abs_of(layer: int, side: str) -> float:
 
 
 def make_pack(folder: Path, base: Path, config: Mapping[str, Any] = TINY, **changes: Any) -> Path:
-    """A pack in the interchange format, with the keys that it must have and no other; `changes` go into the manifest."""
+    """A pack in the interchange format, with the keys that it must have; `changes` go into its manifest."""
     folder.mkdir(parents=True)
     places = [(layer, side) for layer in qsa_layers(config) for side in "kv"]
-    scales = {f"model.layers.{layer}.self_attn.{side}_scale": scale_of(max_abs_of(layer, side)) for layer, side in places}
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": scale_of(max_abs_of(layer, side)) for layer, side in places
+    }
     (folder / "scales.safetensors").write_bytes(scale_file(scales))
     manifest = {
         "schema_version": 1,

@@ -36,7 +36,7 @@ def test_b28_another_seed_of_the_same_shape(built: World) -> None:
     before = {name: (built.base / name).stat().st_size for name in SHARDS}
     replace_base(built, seed=1)
     assert {name: (built.base / name).stat().st_size for name in SHARDS} == before
-    with pytest.raises(ScaleError, match="sample_sha256.*another checkpoint of the same shape"):
+    with pytest.raises(ScaleError, match=r"sample_sha256.*another checkpoint of the same shape"):
         check_binding(built.overlay)
 
 
@@ -93,6 +93,23 @@ def test_b28_a_copy_is_bound_too(world: World) -> None:
     shutil.copyfile(other / SHARDS[1], world.overlay / SHARDS[1])
     with pytest.raises(ScaleError, match="sample_sha256"):
         check_binding(world.overlay)
+
+
+def test_b28_a_link_that_became_a_file_is_compared_itself(built: World) -> None:
+    link = built.overlay / SHARDS[0]
+    data = link.read_bytes()
+    link.unlink()
+    link.write_bytes(data)
+    check_binding(built.overlay)
+    link.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ScaleError, match="sample_sha256"):
+        check_binding(built.overlay)
+
+
+def test_b28_two_shards_swapped(built: World) -> None:
+    swapped(built)
+    with pytest.raises(CheckpointError):
+        check_binding(built.overlay)
 
 
 def test_the_sample_sees_the_ends_and_pieces_of_a_large_shard(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a scale of another rule": (lambda r: r["tensors"][K3].update(scale=1.0), "max_abs"),
     "two spellings": (lambda r: r["tensors"].update({"layers.3.self_attn.k_scale": {"max_abs": 1}}), "one entry"),
     "another index": (lambda r: r.update(base_checkpoint={"index_sha256": "0" * 64}), "report .*index SHA-256"),
-    "no index": (lambda r: r.update(base_checkpoint={"index_sha256": None, "shards": {}}), "no model.safetensors.ind"),
+    "no index": (lambda r: r.update(base_checkpoint={"index_sha256": None, "shards": {}}), "neither"),
     "binds nothing": (lambda r: r.update(base_checkpoint={"name": "org/model"}), "neither"),
 }
 
@@ -157,3 +158,42 @@ def test_packs_that_are_not_what_they_say(world: World, case: str) -> None:
     with pytest.raises(error) as caught:
         world.build()
     assert str(caught.value).isprintable() and not world.overlay.exists()
+
+
+def test_a_report_that_holds_whole_hashes_instead_of_samples(world: World, out: Path) -> None:
+    shards = {
+        name: {"size_bytes": path.stat().st_size, "header_sha256": header_sha256(path), "sha256": sha256(path)}
+        for name in bases.SHARDS
+        for path in [world.base / name]
+    }
+    record = {"index_sha256": sha256(world.base / INDEX), "shards": shards}
+    edit(world.report, lambda r: r.update(base_checkpoint=record))
+    make_pack(world.report, world.base, out)
+    other = make_base(world.root / "other", seed=1)
+    with pytest.raises(ScaleError, match=r"sha256 .*another checkpoint of the same shape"):
+        make_pack(world.report, other, world.root / "bad")
+    shards.pop(bases.SHARDS[0])
+    edit(world.report, lambda r: r.update(base_checkpoint=record))
+    with pytest.raises(ScaleError, match="the shards"):
+        make_pack(world.report, world.base, world.root / "bad")
+
+
+def header_sha256(path: Path) -> str:
+    raw = path.read_bytes()
+    return hashlib.sha256(raw[: 8 + int.from_bytes(raw[:8], "little")]).hexdigest()
+
+
+def test_what_another_tool_keeps_under_shards_binds_nothing(world: World, out: Path) -> None:
+    edit(world.report, lambda r: r.update(base_checkpoint={"index_sha256": None, "shards": {"a": "b"}}))
+    with pytest.raises(ScaleError, match="neither"):
+        make_pack(world.report, world.base, out)
+    edit(world.report, lambda r: r.update(base_checkpoint={"index_sha256": sha256(world.base / INDEX), "shards": 2}))
+    make_pack(world.report, world.base, out)
+
+
+def test_the_report_in_a_folder(world: World, out: Path) -> None:
+    (world.root / "run").mkdir()
+    world.report.rename(world.root / "run" / "calibration-report.json")
+    make_pack(world.root / "run", world.base, out)
+    build_overlay(world.base, out, world.overlay, Sources(draft_report=world.root / "run"))
+    assert verify_overlay(world.overlay).faults == []

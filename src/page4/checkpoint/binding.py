@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from page4.checkpoint.hashes import CONFIG_NAME, config_sha256, sha256_of_file
 from page4.checkpoint.header import check_regular_file
-from page4.checkpoint.identity import check_base, check_shard
+from page4.checkpoint.identity import check_base, check_shards
 from page4.checkpoint.index import Checkpoint
 from page4.checkpoint.index_file import INDEX_NAME
 from page4.checkpoint.paths import resolve_inside
@@ -24,22 +24,21 @@ def check_binding(folder: Path | str) -> None:
 
     Compared: config, base index, merged index and scale files by SHA-256, each shard by size, header and sample (see
     `checkpoint.identity` for what that can tell). Raises `ScaleError`, also when there is no provenance, and
-    `CheckpointError` when a file cannot be read at all.
+    `CheckpointError` when a file cannot be read at all or a link leads elsewhere.
     """
     folder = Path(folder)
     provenance = read_provenance(folder)
     _check_files(folder, provenance)
     base = provenance.base
+    compared: set[Path] = set()
     if base.path is not None:
-        check_base(base, Path(os.path.realpath(Path(os.path.realpath(folder)) / base.path)), _WHAT)
+        root = Path(os.path.realpath(Path(os.path.realpath(folder)) / base.path))
+        compared = {path for path, _ in check_base(base, root, _WHAT).shards.values()}
     if (found := config_sha256(folder)) != base.config_sha256:
         _refuse(folder / CONFIG_NAME, f"SHA-256 {base.config_sha256}", found)
-    shards = Checkpoint.open(folder).shards()
-    for name, record in base.shards.items():
-        if name not in shards:
-            _refuse(folder / INDEX_NAME, f"tensors in {name}", "none")
-        if base.path is None:  # with a path, the base was compared, and a link leads nowhere else
-            check_shard(record, *shards[name], _WHAT)
+    own = {record.filename for record in provenance.scale_files}
+    shards = {name: shard for name, shard in Checkpoint.open(folder).shards.items() if name not in own}
+    check_shards(base.shards, shards, f"{_WHAT}: {folder}", except_for=compared)
 
 
 def _check_files(folder: Path, provenance: Provenance) -> None:

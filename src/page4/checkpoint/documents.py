@@ -13,6 +13,7 @@ from page4.checkpoint.header import check_regular_file
 from page4.errors import DocumentError, ShardError, message
 
 MAX_DOCUMENT_BYTES = 4 << 20
+MAX_BRACKETS = 200_000  # a list costs far more than the two bytes that open and close it
 _GET = "get the file again from where it was made"
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -66,6 +67,8 @@ def read_bounded(path: Path) -> bytes:
 
 
 def _object(path: Path, text: bytes) -> dict[str, Any]:
+    if (brackets := text.count(b"[") + text.count(b"{")) > MAX_BRACKETS:
+        _refuse(path, "unreadable", "", f"at most {MAX_BRACKETS} lists and objects", f"{brackets} brackets", _GET)
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

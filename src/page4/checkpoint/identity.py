@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from page4.checkpoint.documents import Record
 from page4.checkpoint.hashes import CONFIG_NAME, config_sha256, sha256_of_file
@@ -35,22 +35,41 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ShardRecord(Record):
-    """One weight file; `sha256` is None where it was not worth reading the file."""
+    """One weight file; `sha256` is None where it was not worth reading the file, `sample_sha256` where it was."""
 
     size_bytes: Annotated[int, Field(ge=0)]
     header_sha256: Sha256
-    sample_sha256: Sha256
+    sample_sha256: Sha256 | None = None
     sha256: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _data(self) -> ShardRecord:
+        if self.sample_sha256 is None and self.sha256 is None:
+            raise ValueError("a sample_sha256 or a sha256 of the data")
+        return self
 
 
 class BaseRecord(Record):
-    """A base checkpoint; packs of other makers hold `index_sha256` alone. It is None for a base without an index."""
+    """A base checkpoint; packs of other makers hold `index_sha256` alone. It is None for a base without an index.
+
+    `config_sha256` is of config.json, and `shards` maps file names to records.
+    """
 
     index_sha256: Sha256 | None = None
     config_sha256: Sha256 | None = None
     tensors_sha256: Sha256 | None = None
     """Of the names, dtypes and shapes of all tensors, wherever they lie: tells a re-sharded base from another model."""
     shards: dict[str, ShardRecord] | None = None
+
+    @field_validator("shards", mode="before")
+    @classmethod
+    def _ours(cls, value: object) -> object:
+        """None for what another tool keeps under the same key."""
+        entries = list(value.values()) if isinstance(value, dict) else [None]
+        ours = all(
+            isinstance(e, (dict, ShardRecord)) and {"size_bytes", "header_sha256"} <= set(dict(e)) for e in entries
+        )
+        return value if ours else None
 
 
 def base_record(folder: Path, *, full: bool | None = None) -> BaseRecord:
@@ -59,7 +78,7 @@ def base_record(folder: Path, *, full: bool | None = None) -> BaseRecord:
     Raises `CheckpointError`.
     """
     checkpoint = Checkpoint.open(folder)
-    shards = checkpoint.shards()
+    shards = checkpoint.shards
     if full is None:
         full = sum(header.file_size for _, header in shards.values()) <= CHEAP_BYTES or None
     return BaseRecord(
@@ -109,13 +128,13 @@ def _pieces(start: int, end: int) -> Iterator[tuple[int, int]]:
     yield end - EDGE_BYTES, EDGE_BYTES
 
 
-def check_base(record: BaseRecord, folder: Path, what: str) -> None:
-    """Refuse `folder` unless it is the base that `record` describes; `what` says whose record it is.
+def check_base(record: BaseRecord, folder: Path, what: str) -> Checkpoint:
+    """Refuse `folder` unless it is the base that `record` describes, and open it; `what` says whose record it is.
 
     Compares what the record holds, whole shard hashes apart. Raises `ScaleError` or, when the folder is no readable
     checkpoint, `CheckpointError`.
     """
-    if record.index_sha256 is None and record.shards is None:
+    if record.index_sha256 is None and not record.shards:
         _refuse(what, "an index_sha256 or records of the shards", "neither", "use a pack that names its base")
     checkpoint = Checkpoint.open(folder)
     if checkpoint.index_sha256 != record.index_sha256:
@@ -123,22 +142,40 @@ def check_base(record: BaseRecord, folder: Path, what: str) -> None:
         got = f"{INDEX_NAME} with SHA-256 {checkpoint.index_sha256}" if checkpoint.index_sha256 else f"no {INDEX_NAME}"
         got += ": re-sharded, the same names, dtypes and shapes lie in other files" if resharded else ""
         allowed = f"a base with index SHA-256 {record.index_sha256}" if record.index_sha256 else f"no {INDEX_NAME}"
-        _refuse(f"{what}: {folder}", allowed, got, "use the revision that the scales were made for")
+        _refuse(f"{what}: {folder}", allowed, got, _REVISION)
     if record.config_sha256 is not None and (found := config_sha256(folder)) != record.config_sha256:
         _refuse(f"{what}: {folder / CONFIG_NAME}", f"SHA-256 {record.config_sha256}", found, _REVISION)
-    for name, shard in (record.shards or {}).items():
-        if name not in checkpoint.shards():
-            _refuse(f"{what}: {folder}", f"the shard {name}", "none", _REVISION)
-        check_shard(shard, *checkpoint.shards()[name], what)
+    if record.shards is not None:
+        check_shards(record.shards, checkpoint.shards, f"{what}: {folder}")
+    return checkpoint
 
 
 _REVISION = "use the revision that the scales were made for"
 
 
+def check_shards(
+    records: dict[str, ShardRecord],
+    shards: dict[str, tuple[Path, ShardHeader]],
+    what: str,
+    *,
+    except_for: Collection[Path] = (),
+) -> None:
+    """Refuse shards that are not exactly the recorded ones; paths in `except_for` are known to be good.
+
+    Raises `ScaleError`.
+    """
+    if records.keys() != shards.keys():
+        _refuse(what, f"the shards {sorted(records)}", str(sorted(shards)), _REVISION)
+    for name, record in records.items():
+        if shards[name][0] not in except_for:
+            check_shard(record, *shards[name], what)
+
+
 def check_shard(record: ShardRecord, path: Path, header: ShardHeader, what: str) -> None:
-    """Refuse a shard that differs in size, header or sample. Raises `ScaleError`."""
-    found = shard_record(path, header)
-    for field in ("size_bytes", "header_sha256", "sample_sha256"):
+    """Refuse a shard that differs in size, header or sample; without a sample, in its whole. Raises `ScaleError`."""
+    sampled = record.sample_sha256 is not None
+    found = shard_record(path, header, full=not sampled)
+    for field in ("size_bytes", "header_sha256", "sample_sha256" if sampled else "sha256"):
         allowed, got = getattr(record, field), getattr(found, field)
         if allowed != got:
             _refuse(f"{what}: {path}", f"{field} {allowed}", f"{got}, another checkpoint of the same shape", _REVISION)

@@ -80,8 +80,9 @@ class Checkpoint:
         """The name of the file that holds a tensor."""
         return self._shard_of[name]
 
+    @property
     def shards(self) -> dict[str, tuple[Path, ShardHeader]]:
-        """The weight files by name: the path with links resolved, and the header."""
+        """The weight files by the name that the index has for them: links resolved, and the checked header."""
         return dict(self._shards)
 
     @property

@@ -1,1 +1,1 @@
-"""Scale tooling: packs, overlays and their verification, on files alone and without torch."""
+"""K/V scales: measured over real requests, packed, laid over a checkpoint, verified."""

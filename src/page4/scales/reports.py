@@ -17,6 +17,7 @@ from page4.geometry import Geometry
 from page4.scales.choice import Choice, Choices, Place, check_coverage, describe
 from page4.scales.schema import CalibrationReport, ReportTensor
 
+REPORT_NAME = "calibration-report.json"
 ABSMAX = "absmax"
 # A report may print fewer digits of a scale than fp32 has; more than this is another rule.
 _SAME = 1e-5
@@ -33,7 +34,11 @@ class Report:
 
 
 def read_report(path: Path, base: Path, geometry: Geometry) -> Report:
-    """Read a report and refuse it unless it is one of `base`. Raises `ScaleError`, `CheckpointError`."""
+    """Read a report (or the one in a folder) and refuse it unless it is one of `base`.
+
+    Raises `ScaleError`, `CheckpointError`.
+    """
+    path = path / REPORT_NAME if path.is_dir() else path
     text = read_bounded(path)
     content = parse_document(text, path, CalibrationReport)
     if content.counted_forwards == 0:

@@ -74,7 +74,7 @@ class ReportTensor(Record):
 
     max_abs: Positive
     scale: Positive | None = None
-    token_count: Count | None = Field(default=None, validation_alias=AliasChoices("token_count", "tokens", "count"))
+    token_count: Count | None = Field(default=None, validation_alias=AliasChoices("token_count", "tokens"))
 
 
 class CalibrationReport(Document):
