@@ -55,7 +55,7 @@ class ScaleError(Page4Error):
 
 
 class DocumentError(ScaleError):
-    """A JSON file about scales cannot be used; `kind` is missing, unreadable, schema (another version) or invalid."""
+    """A JSON file about scales cannot be used; `kind`: missing, unreadable, schema (another version), invalid, hash."""
 
     def __init__(self, text: str, kind: str) -> None:
         super().__init__(text)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.checkpoint.files import good_file, json_file
 from tests.scales import bases
-from tests.scales.bases import DRAFT, INDEX, PROVENANCE, SHARDS, TARGET, edit, sha256
+from tests.scales.bases import DRAFT, INDEX, PROVENANCE, SHARDS, TARGET, edit, forge, sha256
 from tests.scales.conftest import World
 
 K3, V3 = "model.layers.3.self_attn.k_scale", "model.layers.3.self_attn.v_scale"
@@ -34,7 +34,7 @@ def relink(world: World, name: str, target: str) -> None:
 
 
 def provenance(world: World, change: Any) -> None:
-    edit(world.overlay / PROVENANCE, change)
+    forge(world.overlay / PROVENANCE, change)
 
 
 def index(world: World, change: Any) -> None:
@@ -345,6 +345,16 @@ def provenance_with_an_absolute_base(world: World) -> None:
 @case("provenance-invalid")
 def provenance_that_contradicts_itself(world: World) -> None:
     provenance(world, lambda p: p["target"].update(tensor_count=24))
+
+
+@case("provenance-hash")
+def provenance_with_another_manifest(world: World) -> None:
+    edit(world.overlay / PROVENANCE, lambda p: p["pack"].update(manifest_sha256="0" * 64))
+
+
+@case("provenance-hash")
+def provenance_that_hides_a_prototype(world: World) -> None:
+    edit(world.overlay / PROVENANCE, lambda p: p["scales"][-1].update(origin="measured"))
 
 
 @case("hash-shard-sample")

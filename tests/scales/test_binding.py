@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.checkpoint.files import good_file, write_sharded
 from tests.scales import bases
-from tests.scales.bases import DRAFT, INDEX, PROVENANCE, SHARDS, TARGET, edit, make_base
+from tests.scales.bases import DRAFT, INDEX, PROVENANCE, SHARDS, TARGET, edit, forge, make_base
 from tests.scales.conftest import World
 
 from page4.checkpoint import Checkpoint
@@ -64,7 +64,8 @@ def test_b28_one_scale_edited_by_one_ulp(built: World, name: str) -> None:
 CHANGES: dict[str, Any] = {
     "missing": lambda w: (w.overlay / PROVENANCE).unlink(),
     "truncated": lambda w: (w.overlay / PROVENANCE).write_bytes((w.overlay / PROVENANCE).read_bytes()[:-10]),
-    "unknown version": lambda w: edit(w.overlay / PROVENANCE, lambda p: p.update(schema_version=2)),
+    "unknown version": lambda w: forge(w.overlay / PROVENANCE, lambda p: p.update(schema_version=2)),
+    "edited by hand": lambda w: edit(w.overlay / PROVENANCE, lambda p: p["pack"].update(artifact_id="better")),
     "config": lambda w: (w.base / "config.json").write_text("{}"),
     "base index": lambda w: edit(w.base / INDEX, lambda i: i.update(more=1)),
     "merged index": lambda w: edit(w.overlay / INDEX, lambda i: i.update(more=1)),
@@ -73,7 +74,7 @@ CHANGES: dict[str, Any] = {
         (w.overlay / "config.json").write_text(json.dumps(bases.deep(8))),
     ),
     "base gone": lambda w: shutil.rmtree(w.base),
-    "absolute base": lambda w: edit(w.overlay / PROVENANCE, lambda p: p["base"].update(path=str(w.base))),
+    "absolute base": lambda w: forge(w.overlay / PROVENANCE, lambda p: p["base"].update(path=str(w.base))),
     "shard cut": lambda w: (w.base / SHARDS[0]).write_bytes((w.base / SHARDS[0]).read_bytes()[:-1]),
 }
 
@@ -187,7 +188,7 @@ def other_base(world: World) -> None:
     """The provenance names another folder, whose index is not the recorded one."""
     write_sharded(world.root / "victim", {SHARDS[0]: {"x": b"1"}, SHARDS[1]: {"y": b"2"}})
     (world.root / "victim" / "config.json").write_bytes((world.base / "config.json").read_bytes())
-    edit(world.overlay / PROVENANCE, lambda p: p["base"].update(path="../victim"))
+    forge(world.overlay / PROVENANCE, lambda p: p["base"].update(path="../victim"))
     for name in SHARDS:
         relink(world, name, f"../victim/{name}")
 
@@ -210,7 +211,7 @@ def base_link_outside(world: World) -> None:
 
 
 def copied_with_link(world: World) -> None:
-    edit(world.overlay / PROVENANCE, lambda p: (p.update(mode="copy"), p["base"].update(path=None)))
+    forge(world.overlay / PROVENANCE, lambda p: (p.update(mode="copy"), p["base"].update(path=None)))
 
 
 ESCAPES: dict[str, Any] = {
@@ -221,7 +222,7 @@ ESCAPES: dict[str, Any] = {
     "a base whose link leads outside": base_link_outside,
     "no provenance": lambda w: (w.overlay / PROVENANCE).unlink(),
     "broken provenance": lambda w: (w.overlay / PROVENANCE).write_text("{"),
-    "unknown version": lambda w: edit(w.overlay / PROVENANCE, lambda p: p.update(schema_version=3)),
+    "unknown version": lambda w: forge(w.overlay / PROVENANCE, lambda p: p.update(schema_version=3)),
     "a provenance that is a link": lambda w: (
         (w.overlay / PROVENANCE).rename(w.root / "p.json"),
         (w.overlay / PROVENANCE).symlink_to("../p.json"),
@@ -229,8 +230,8 @@ ESCAPES: dict[str, Any] = {
     "config changed": lambda w: (w.base / "config.json").write_text("{}"),
     "index changed": lambda w: edit(w.base / INDEX, lambda i: i.update(more=1)),
     "said to be a copy": copied_with_link,
-    "an absolute base": lambda w: edit(w.overlay / PROVENANCE, lambda p: p["base"].update(path=str(w.base))),
-    "a base that is a file": lambda w: edit(w.overlay / PROVENANCE, lambda p: p["base"].update(path="../report.json")),
+    "an absolute base": lambda w: forge(w.overlay / PROVENANCE, lambda p: p["base"].update(path=str(w.base))),
+    "a base that is a file": lambda w: forge(w.overlay / PROVENANCE, lambda p: p["base"].update(path="../report.json")),
 }
 
 

@@ -100,11 +100,13 @@ def test_a_missing_file_a_folder_and_bad_utf8(tmp_path: Path) -> None:
 
 
 def test_a_report_needs_its_tensors_only(tmp_path: Path) -> None:
-    content = {"schema_version": 1, "tensors": {"model.layers.3.self_attn.k_scale": {"max_abs": 3.5, "tokens": 7}}}
+    content = {"tensors": {"model.layers.3.self_attn.k_scale": {"max_abs": 3.5, "tokens": 7}}}
     report = read_document(write(tmp_path / "r.json", content), CalibrationReport)
     assert report.tensors["model.layers.3.self_attn.k_scale"].token_count == 7
     with pytest.raises(ScaleError, match="kind"):
         read_document(write(tmp_path / "r.json", {**content, "kind": "a speed report"}), CalibrationReport)
+    with pytest.raises(ScaleError, match="schema_version"):
+        read_document(write(tmp_path / "r.json", {**content, "schema_version": 2}), CalibrationReport)
 
 
 def test_scale_files_are_read_and_written_as_safetensors_does(tmp_path: Path) -> None:

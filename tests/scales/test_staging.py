@@ -48,10 +48,11 @@ def umask(request: pytest.FixtureRequest) -> Generator[int, None, None]:
 
 @pytest.mark.parametrize("copy", [False, True], ids=["links", "copy"])
 def test_b27_modes_do_not_depend_on_the_umask(world: World, umask: int, copy: bool) -> None:
-    out = world.build("new/overlay", copy=copy)
-    for path in [out, *out.rglob("*")]:
+    out = world.build("new/inner/overlay", copy=copy)
+    for path in [world.root / "new", *(world.root / "new").rglob("*")]:
         if not path.is_symlink():
             assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
+    assert verify_overlay(out).faults == []
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["links", "copy"])

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from tests.scales import bases
-from tests.scales.bases import INDEX, PROVENANCE, SHARDS, edit, make_base, tree
+from tests.scales.bases import INDEX, PROVENANCE, SHARDS, forge, make_base, tree
 from tests.scales.conftest import World
 from tests.scales.corruptions import CASES
 
 from page4.errors import UsageError
+from page4.scales import verify_shards
 from page4.scales.faults import CODES
 from page4.scales.verify import verify_overlay
 
@@ -89,14 +90,17 @@ def large(world: World) -> Path:
     return world.base
 
 
-def test_full_finds_what_a_sample_cannot(tmp_path: Path) -> None:
+def test_full_finds_what_a_sample_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
     large(world)
     world.build()
+    assert codes(world.overlay) == set()
     path = world.base / SHARDS[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+    assert codes(world.overlay) == {"hash-shard"}, "small enough to be hashed whole by default"
+    monkeypatch.setattr(verify_shards, "WHOLE_BYTES", 1000)
     assert codes(world.overlay) == set()
     assert codes(world.overlay, full=True) == {"hash-shard"}
 
@@ -138,8 +142,17 @@ def test_a_link_that_is_good_outside_only(built: World) -> None:
 
 
 def test_the_overlay_lies_in_the_root(built: World) -> None:
-    with pytest.raises(UsageError, match="--root"):
-        verify_overlay(built.overlay, root=built.base)
+    for folder in (built.overlay, built.root / "none", Path("/overlays")):
+        with pytest.raises(UsageError, match="--root"):
+            verify_overlay(folder, root=built.base)
+
+
+def test_the_overlay_may_be_named_as_from_inside(built: World) -> None:
+    for folder in (Path("/overlay"), Path("/../overlay")):
+        assert codes(folder, root=built.root) == set()
+    (built.root / "current").symlink_to("/overlay")
+    assert codes(built.root / "current", root=built.root) == set()
+    assert codes(Path("/current"), root=built.root) == set()
 
 
 def test_a_hub_base_inside_a_root(tmp_path: Path) -> None:
@@ -186,6 +199,6 @@ def test_a_single_file_base_that_got_an_index(tmp_path: Path) -> None:
 
 def test_a_prototype_is_a_note(world: World) -> None:
     world.build()
-    edit(world.overlay / PROVENANCE, lambda p: p["scales"][0].update(origin="prototype:unit"))
+    forge(world.overlay / PROVENANCE, lambda p: p["scales"][0].update(origin="prototype:unit"))
     findings = verify_overlay(world.overlay)
     assert findings.faults == [] and "prototype:unit" in findings.notes[0]

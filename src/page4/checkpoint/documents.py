@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,6 +27,8 @@ class Record(BaseModel):
 class Document(Record):
     """A whole file; only version 1 is read."""
 
+    version_required: ClassVar[bool] = True
+
     schema_version: int = 1
 
 
@@ -41,7 +43,7 @@ def read_document(path: Path, model: type[DocumentModel]) -> DocumentModel:
 def parse_document(text: bytes, path: Path, model: type[DocumentModel]) -> DocumentModel:
     """Check the content of a file; `path` is for messages."""
     value = _object(path, text)
-    version = value.get("schema_version")
+    version = value.get("schema_version", None if model.version_required else 1)
     if type(version) is not int or version != 1:
         got = "none" if version is None else repr(version)
         _refuse(path, "schema", "schema_version", "1", got, "use the version of page4 that wrote it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,10 +11,11 @@ from pydantic import Field, field_validator
 
 from page4._scale_math import to_fp32
 from page4.checkpoint.documents import Document, Record, parse_document, read_bounded
+from page4.checkpoint.hashes import sha256_of_bytes
 from page4.checkpoint.identity import BaseRecord, Sha256, ShardRecord
 from page4.checkpoint.paths import check_shard_name, resolve_inside
 from page4.checkpoint.scale_names import Naming, Side
-from page4.errors import PathEscapeError
+from page4.errors import DocumentError, PathEscapeError, message
 
 PROVENANCE_NAME = "kvscales-provenance.json"
 TARGET_NAME = "model-kvscales.safetensors"
@@ -113,6 +115,17 @@ class Provenance(Document):
     draft: ScaleFileRecord | None
     scales: list[ScaleRecord]
     files: list[str]
+    self_sha256: Sha256
+    """Of the JSON of everything else, keys sorted and without spaces: finds edits of what nothing else can confirm."""
+
+    def digest(self) -> str:
+        """What `self_sha256` has to be."""
+        content = self.model_dump(mode="json", exclude={"self_sha256"})
+        return sha256_of_bytes(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+
+    def sealed(self) -> Provenance:
+        """The same with its `self_sha256`."""
+        return self.model_copy(update={"self_sha256": self.digest()})
 
     @property
     def scale_files(self) -> tuple[ScaleFileRecord, ...]:
@@ -142,6 +155,16 @@ def _plain_name(name: str) -> str:
 
 def read_provenance(folder: Path) -> Provenance:
     """The provenance of an overlay. Raises `DocumentError`, `PathEscapeError`."""
+    provenance = read_unsealed(folder)
+    if (found := provenance.digest()) != provenance.self_sha256:
+        allowed, do = f"{found}, the hash of the rest", "restore the file, or build the overlay again"
+        text = message(f"{folder / PROVENANCE_NAME}: self_sha256", allowed=allowed, got=provenance.self_sha256, do=do)
+        raise DocumentError(text, "hash")
+    return provenance
+
+
+def read_unsealed(folder: Path) -> Provenance:
+    """As `read_provenance`, whatever its own hash says."""
     path = resolve_inside(folder, PROVENANCE_NAME)
     return parse_document(read_bounded(path), path, Provenance)
 

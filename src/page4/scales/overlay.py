@@ -186,7 +186,8 @@ def _provenance(plan: _Plan, base: OverlayBase) -> Provenance:
             for (layer, side), choice in choices.items()
         ],
         files=sorted(plan.base.files),
-    )
+        self_sha256="0" * 64,
+    ).sealed()
 
 
 def _file(filename: str, data: bytes, names: list[str], source: str) -> ScaleFileRecord:

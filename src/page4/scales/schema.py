@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
@@ -78,10 +78,15 @@ class ReportTensor(Record):
 
 
 class CalibrationReport(Document):
-    """A calibration report: `tensors` maps `model.layers.N.self_attn.{k,v}_scale`, draft N = num_hidden_layers."""
+    """A calibration report: `tensors` maps `model.layers.N.self_attn.{k,v}_scale`, draft N = num_hidden_layers.
+
+    Only `tensors` must be there. `rule` is how a scale follows from what was seen; None is absmax.
+    """
+
+    version_required: ClassVar[bool] = False
 
     kind: Literal["page4-calibration-report"] = "page4-calibration-report"
-    rule: str | None = None
+    rule: Any = None
     base_checkpoint: BaseRecord | None = None
     counted_forwards: Count | None = None
     tensors: Annotated[dict[str, ReportTensor], Field(max_length=MAX_TENSORS)]

@@ -61,7 +61,7 @@ def staged(target: Path, *, force: bool = False, apart_from: Path | None = None)
     """
     target = Path(os.path.realpath(target.parent)) / target.name
     check_target(target, force=force, apart_from=apart_from)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_parents(target)
     with _locked(target):
         _recover(target)
         check_target(target, force=force, apart_from=apart_from)
@@ -86,6 +86,13 @@ def check_target(target: Path, *, force: bool, apart_from: Path | None) -> None:
         _refuse(target, "a new folder", "a file or a link", "write elsewhere")
     if target.is_dir() and not force and next(target.iterdir(), None) is not None:
         _refuse(target, "a new or empty folder", "a folder with files", "write elsewhere, or replace it with --force")
+
+
+def _make_parents(target: Path) -> None:
+    for folder in reversed(target.parents):
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(FOLDER_MODE)
 
 
 def _prefix(target: Path, kind: str) -> str:

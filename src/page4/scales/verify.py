@@ -1,7 +1,8 @@
 """`page4 scales verify`: everything that an overlay claims is derived again; all faults are collected, none is raised.
 
 How strong. Config, indexes and scale files are hashed whole. Shards are compared by size, header and a sample of their
-data; `full` hashes them whole, where the build recorded it (see `checkpoint.identity`).
+data; `full` hashes them whole, where the build recorded it (see `checkpoint.identity`). Up to 256 MiB in all they are
+hashed whole in any case.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from page4.checkpoint.hashes import CONFIG_NAME, MAX_CONFIG_BYTES, sha256_of_file
 from page4.checkpoint.index_file import INDEX_NAME
-from page4.checkpoint.provenance import PROVENANCE_NAME, Provenance, read_provenance
+from page4.checkpoint.provenance import PROVENANCE_NAME, Provenance, read_unsealed
 from page4.errors import ConfigError, DocumentError, Page4Error, PathEscapeError
 from page4.geometry import Geometry
 from page4.scales.faults import Findings
@@ -28,7 +29,7 @@ def verify_overlay(folder: Path, *, full: bool = False, root: Path | None = None
     does not lie in it, and nothing else that a file can cause.
     """
     findings = Findings()
-    if not folder.is_dir():
+    if root is None and not folder.is_dir():
         findings.add("folder-missing", str(folder), "a file" if folder.exists() else "nothing")
         return findings
     view = View(folder, root, findings)
@@ -51,7 +52,10 @@ def verify_overlay(folder: Path, *, full: bool = False, root: Path | None = None
 
 def _provenance(view: View) -> Provenance | None:
     try:
-        return read_provenance(view.folder)
+        provenance = read_unsealed(view.folder)
+        if (found := provenance.digest()) != provenance.self_sha256:
+            view.findings.add("provenance-hash", PROVENANCE_NAME, found)
+        return provenance
     except DocumentError as error:
         view.findings.add(f"provenance-{error.kind}", PROVENANCE_NAME, error)
     except PathEscapeError as error:

@@ -12,6 +12,7 @@ from page4.errors import HeaderError, ShardError
 from page4.scales.faults import Findings
 from page4.scales.view import View
 
+WHOLE_BYTES = 256 << 20
 Headers = dict[str, tuple[Path, ShardHeader]]
 
 
@@ -24,6 +25,7 @@ def check_shards(view: View, provenance: Provenance | None, *, full: bool) -> He
         records = provenance.base.shards
         codes = ("hash-target-scales", "hash-draft-scales")
         scale_files = {r.filename: (code, r.sha256) for code, r in zip(codes, provenance.scale_files, strict=False)}
+    whole = full or sum(record.size_bytes for record in records.values()) <= WHOLE_BYTES
     headers: Headers = {}
     for name in sorted(names):
         path = view.file(name, provenance)
@@ -35,7 +37,7 @@ def check_shards(view: View, provenance: Provenance | None, *, full: bool) -> He
         if header is not None:
             headers[name] = (path, header)
             if name in records:
-                _compare(view.findings, name, records[name], path, header, full=full)
+                _compare(view.findings, name, records[name], path, header, full=full, whole=whole)
     view.findings.counts["shards"] = len(records)
     return headers
 
@@ -51,16 +53,16 @@ def _header(findings: Findings, name: str, path: Path) -> ShardHeader | None:
 
 
 def _compare(
-    findings: Findings, name: str, record: ShardRecord, path: Path, header: ShardHeader, *, full: bool
+    findings: Findings, name: str, record: ShardRecord, path: Path, header: ShardHeader, *, full: bool, whole: bool
 ) -> None:
-    found = shard_record(path, header)
+    found = shard_record(path, header, full=whole and record.sha256 is not None)
     if found.size_bytes != record.size_bytes:
         findings.add("shard-size", name, f"{found.size_bytes} bytes, {record.size_bytes} in the provenance")
     elif found.header_sha256 != record.header_sha256:
         findings.add("hash-shard-header", name, found.header_sha256)
     elif record.sample_sha256 not in (None, found.sample_sha256):
         findings.add("hash-shard-sample", name, found.sample_sha256)
+    elif found.sha256 not in (None, record.sha256):
+        findings.add("hash-shard", name, found.sha256)
     if full and record.sha256 is None:
         findings.add("hash-unrecorded", name, "build the overlay with --full to record it")
-    elif full and (whole := sha256_of_file(path)) != record.sha256:
-        findings.add("hash-shard", name, whole)

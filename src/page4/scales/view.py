@@ -16,11 +16,7 @@ class View:
 
     def __init__(self, folder: Path, root: Path | None, findings: Findings) -> None:
         self.root = Path(os.path.realpath(root)) if root else Path("/")
-        # The name itself may be a link; what it stands for is walked from the root like everything else.
-        self.folder = Path(os.path.realpath(folder))
-        if root is not None and self.root != self.folder and self.root not in self.folder.parents:
-            allowed = f"a folder inside --root {self.root}"
-            raise UsageError(message("DIR", allowed=allowed, got=str(self.folder), do="name it as seen from outside"))
+        self.folder = _locate(folder, self.root)
         self.findings = findings
         self.base: Path | None = None
         self._seen: dict[str, Path | None] = {}
@@ -88,3 +84,16 @@ class View:
         inside = self.base is not None and self.base in found.path.parents
         self.findings.add("link-wrong" if inside else "link-escape", name, f"a link to {found.path}")
         return False
+
+
+def _locate(folder: Path, root: Path) -> Path:
+    """The overlay on this machine, named as seen from here or from inside `root`. Raises `UsageError`."""
+    outside = Path(os.path.realpath(folder.absolute().parent)) / folder.name
+    inside = root.joinpath(*folder.parts[1:]) if folder.is_absolute() else root / folder
+    for place in (outside, inside):
+        if place == root or root in place.parents:
+            found = walk(place, root)
+            if found.state == "folder":
+                return found.path
+    do = "name a folder in the root, as seen from outside or inside"
+    raise UsageError(message(f"DIR {folder}", allowed=f"a folder inside --root {root}", got="none", do=do))
