@@ -69,7 +69,7 @@ def test_b27_a_read_only_base_is_left_as_it_is(world: World, copy: bool) -> None
             path.chmod(0o755)
 
 
-@pytest.mark.parametrize("target", ["base", "base/out", "base/new/out", "."])
+@pytest.mark.parametrize("target", ["base", "base/out", "base/new/out", ".", "pack", "pack/out", "report.json/out"])
 @pytest.mark.parametrize("force", [False, True])
 def test_b27_base_and_target_are_apart(world: World, target: str, force: bool) -> None:
     before = tree(world.root)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Packs, overlays and checks of calibrated K/V scales.")
 
-BASE = "Base"
 SOURCES = "Sources of the scales"
 
 

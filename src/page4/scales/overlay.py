@@ -81,14 +81,15 @@ def build_overlay(
     Raises `ScaleError`, `CheckpointError`, `UsageError`, before anything is written, when base, pack and reports do not
     belong together or `out` may not be written.
     """
-    check_target(out, force=force, apart_from=base)
+    read_from = (base, pack, *sources.files)
+    check_target(out, force=force, apart_from=read_from)
     opened = read_base(base)
     check_sources(sources, has_draft=opened.has_draft)
     read = read_pack(pack)
     check_base(read.manifest.base_checkpoint, opened.folder, f"PACK {pack}")
     plan = _plan(opened, read, resolve_sources(sources, read, opened.folder, opened.geometry), naming)
     record = base_record(opened.folder, full=full)
-    with staged(out, force=force, apart_from=base) as stage:
+    with staged(out, force=force, apart_from=read_from) as stage:
         target = Path(os.path.realpath(out.parent)) / out.name
         hashes = _carry(stage, target, opened, copy=copy)
         provenance = _provenance(plan, _bound(record, opened, None if copy else target, hashes))

@@ -34,7 +34,7 @@ def make_pack(report: Path, base: Path, out: Path, *, force: bool = False) -> Pa
     Raises `ScaleError` for a report that saw nothing, lacks a layer or belongs to another base, `CheckpointError` for
     an unusable base, `UsageError` for a target that may not be written; before anything is written.
     """
-    check_target(out, force=force, apart_from=base)
+    check_target(out, force=force, apart_from=(base, report))
     opened = read_base(base)
     loaded = read_report(report, opened.folder, opened.geometry)
     choices = measured(loaded, target_places(opened.geometry), opened.geometry)
@@ -42,7 +42,7 @@ def make_pack(report: Path, base: Path, out: Path, *, force: bool = False) -> Pa
     names = {place: written_name(*place, opened.geometry, prefix=opened.prefix, naming="qsa") for place in choices}
     data = scale_file_bytes({names[place]: choice.value for place, choice in choices.items()})
     manifest = _manifest(opened, loaded, choices, list(names.values()), record, data)
-    with staged(out, force=force, apart_from=base) as stage:
+    with staged(out, force=force, apart_from=(base, report)) as stage:
         stage.write(TARGET_NAME, data)
         stage.write(MANIFEST_NAME, document_bytes(manifest))
     unbound = "the report names no base; the pack is bound to the one given here"

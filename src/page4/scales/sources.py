@@ -26,6 +26,11 @@ class Sources:
     draft_unit_scale: bool = False
     draft_from_layer: int | None = None
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The reports that will be read."""
+        return tuple(path for path in (self.target_report, self.draft_report) if path is not None)
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -53,11 +53,11 @@ class Stage:
 
 
 @contextmanager
-def staged(target: Path, *, force: bool = False, apart_from: Path | None = None) -> Iterator[Stage]:
+def staged(target: Path, *, force: bool = False, apart_from: Sequence[Path] = ()) -> Iterator[Stage]:
     """Build `target`: the block fills the stage, which is renamed to `target` when the block ends without an error.
 
-    `force` replaces a folder that is not empty. Raises `UsageError` when the target exists, is (inside, or around)
-    `apart_from`, or is being built by another process.
+    `force` replaces a folder that is not empty. Raises `UsageError` when the target exists, is, holds or lies in one of
+    `apart_from` (what the build reads), or is being built by another process.
     """
     target = Path(os.path.realpath(target.parent)) / target.name
     check_target(target, force=force, apart_from=apart_from)
@@ -74,12 +74,12 @@ def staged(target: Path, *, force: bool = False, apart_from: Path | None = None)
             _recover(target)
 
 
-def check_target(target: Path, *, force: bool, apart_from: Path | None) -> None:
+def check_target(target: Path, *, force: bool, apart_from: Sequence[Path]) -> None:
     """Refuse a target that must not be written. Raises `UsageError`."""
     if not target.name or target.name in (".", ".."):
         _refuse(target, "a new folder", "a name without an end", "name the folder")
-    if apart_from is not None:
-        other, real = Path(os.path.realpath(apart_from)), Path(os.path.realpath(target))
+    real = Path(os.path.realpath(target))
+    for other in map(Path, map(os.path.realpath, apart_from)):
         if real == other or other in real.parents or real in other.parents:
             _refuse(target, f"a folder apart from {other}", "one that is, holds or lies in it", "write elsewhere")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
