@@ -25,6 +25,15 @@ def literal(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
+def verbs(group: Any, before: str = "") -> dict[str, Any]:
+    """Every command by the words that call it; a group stands for its commands."""
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= {before + name: command} if inner is None else verbs(command, f"{before}{name} ")
+    return found
+
+
 def flag_rows(verb: Any) -> list[list[str]]:
     """Flag, default and meaning of every option of a verb, from the parameters that `--help` prints."""
     rows = []
@@ -77,7 +86,7 @@ def speed_rows(result: dict[str, Any]) -> list[list[str]]:
 
 def sections() -> dict[str, str]:
     """The generated text of every section, by name."""
-    commands = build().commands
+    commands = verbs(build())
     found = {"verbs": table(["verb", "what it does"], [[literal(n), c.help] for n, c in commands.items()])}
     for name, command in commands.items():
         found[f"flags {name}"] = table(["flag", "default", "meaning"], flag_rows(command))

@@ -28,7 +28,11 @@ _NO_DEFAULT = object()
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The mapping in `folder/config.json`. Raises `ConfigError`."""
-    path = folder / "config.json"
+    return read_config_file(folder / "config.json")
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The mapping in a config file, whatever its name. Raises `ConfigError`."""
     if not path.is_file():
         _refuse(str(path), "a file", "none", "give the folder of a qwen4_exp checkpoint")
     size = path.stat().st_size

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from page4 import _scale_math
 from page4.errors import KernelError, ScaleError, message
 
-MAX_E4M3 = 448.0
+MAX_E4M3 = _scale_math.MAX_E4M3
 NAN_BYTES = (0x7F, 0xFF)
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,7 +32,7 @@ class Scale:
     _tensors: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        value = _to_fp32(float(self.value))
+        value = _scale_math.to_fp32(float(self.value))
         if not (math.isfinite(value) and value > 0.0):
             allowed = "a finite positive fp32 number"
             raise ScaleError(message("scale", allowed=allowed, got=repr(self.value), do="calibrate the scales again"))
@@ -52,24 +51,7 @@ class Scale:
 
         Raises `ScaleError` when `max_abs` is not finite and positive.
         """
-        if not (math.isfinite(max_abs) and max_abs > 0.0):
-            do = "measure the layer again; it saw no usable value"
-            raise ScaleError(message("max_abs", allowed="a finite positive number", got=repr(max_abs), do=do))
-        exact = Fraction(max_abs) / Fraction(MAX_E4M3)
-        value = _to_fp32(max_abs / MAX_E4M3)
-        return cls(value if math.isinf(value) or Fraction(value) >= exact else _next_fp32(value))
-
-
-def _to_fp32(value: float) -> float:
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def _next_fp32(value: float) -> float:
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return float(struct.unpack("<f", struct.pack("<I", bits + 1))[0])
+        return cls(_scale_math.scale_of(max_abs))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ class ScaleError(Page4Error):
     """A K/V scale is missing, invalid or belongs to no layer."""
 
 
+class DocumentError(ScaleError):
+    """A JSON file about scales cannot be used; `kind`: missing, unreadable, schema (another version), invalid, hash."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 class CacheError(Page4Error):
     """The arena is too small, or a view of it does not have the expected form."""
 

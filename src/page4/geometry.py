@@ -174,6 +174,11 @@ class Geometry:
     @classmethod
     def from_folder(cls, folder: Path | str) -> Geometry:
         """Parse `folder/config.json`. Raises `ConfigError`."""
-        from page4._config import read_config
+        return cls.from_file(Path(folder) / "config.json")
 
-        return cls.from_config(read_config(Path(folder)))
+    @classmethod
+    def from_file(cls, path: Path) -> Geometry:
+        """Parse a config file, whatever its name (a hub cache names files by their hash). Raises `ConfigError`."""
+        from page4._config import read_config_file
+
+        return cls.from_config(read_config_file(path))

@@ -8,36 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from page4.checkpoint._json import Scanner
-from page4.checkpoint.hashes import sha256_of_bytes
-from page4.checkpoint.header import (
-    MAX_HEADER_BYTES,
-    MAX_NAME_BYTES,
-    ShardHeader,
-    TensorEntry,
-    check_regular_file,
-    read_header,
-)
+from page4.checkpoint.header import ShardHeader, TensorEntry, check_regular_file, read_header
+from page4.checkpoint.index_file import INDEX_NAME, SINGLE_NAME, Index, read_index
 from page4.checkpoint.paths import check_shard_name, resolve_inside
+from page4.checkpoint.trust import ShardResolver
 from page4.errors import CheckpointError, IndexFileError, message
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-MAX_INDEX_TENSORS = 500_000
 _LOG = logging.getLogger("page4")
-
-
-@dataclass(frozen=True)
-class Index:
-    """The content of an index file."""
-
-    weight_map: dict[str, str]
-    total_size: int | None
-    sha256: str
 
 
 class Checkpoint:
@@ -97,6 +76,15 @@ class Checkpoint:
         """The file that holds a tensor."""
         return self._shards[self._shard_of[name]][0]
 
+    def shard(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        return self._shard_of[name]
+
+    @property
+    def shards(self) -> dict[str, tuple[Path, ShardHeader]]:
+        """The weight files by the name that the index has for them: links resolved, and the checked header."""
+        return dict(self._shards)
+
     @property
     def files(self) -> tuple[Path, ...]:
         """The weight files, links resolved."""
@@ -108,7 +96,8 @@ def _open_sharded(folder: Path) -> Checkpoint:
     shard_names = sorted(set(index.weight_map.values()))
     for shard in shard_names:
         check_shard_name(shard)
-    paths = {shard: resolve_inside(folder, shard) for shard in shard_names}
+    resolver = ShardResolver(folder)
+    paths = {shard: resolver.resolve(shard) for shard in shard_names}
     for path in paths.values():
         check_regular_file(path)
     shards = {shard: (path, read_header(path)) for shard, path in paths.items()}
@@ -135,55 +124,3 @@ def _some(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more
-
-
-def read_index(path: Path) -> Index:
-    """Read and check an index file. Raises `IndexFileError`, `ShardError`, `PathEscapeError`."""
-    size = check_regular_file(path)
-    if size > MAX_HEADER_BYTES:
-        allowed = f"at most {MAX_HEADER_BYTES} bytes"
-        raise IndexFileError(message(str(path), allowed=allowed, got=f"{size} bytes", do="download it again"))
-    text = path.read_bytes()
-
-    def fail(allowed: str, got: str) -> NoReturn:
-        raise IndexFileError(message(str(path), allowed=allowed, got=got, do="download it again"))
-
-    scanner = Scanner(text, fail)
-    weight_map: dict[str, str] | None = None
-    total_size: int | None = None
-    for key in scanner.members(MAX_NAME_BYTES):
-        if key == "weight_map":
-            weight_map = _weight_map(scanner)
-        elif key == "metadata" and scanner.peek() == b"{":
-            total_size = _total_size(scanner)
-        else:
-            scanner.skip()
-    scanner.end()
-    if not weight_map:
-        fail("a weight_map that names tensors", "none")
-    return Index(weight_map=weight_map, total_size=total_size, sha256=sha256_of_bytes(text))
-
-
-def _weight_map(scanner: Scanner) -> dict[str, str]:
-    weight_map: dict[str, str] = {}
-    interned: dict[str, str] = {}
-    for name in scanner.members(MAX_NAME_BYTES):
-        if len(weight_map) == MAX_INDEX_TENSORS:
-            scanner.fail(f"at most {MAX_INDEX_TENSORS} tensors", "more")
-        if scanner.peek() != b'"':
-            scanner.expected(f"a file name for {name!r}")
-        shard = scanner.string(MAX_NAME_BYTES)
-        weight_map[name] = interned.setdefault(shard, shard)
-    return weight_map
-
-
-def _total_size(scanner: Scanner) -> int | None:
-    total_size: int | None = None
-    for key in scanner.members(MAX_NAME_BYTES):
-        if key == "total_size":
-            total_size = scanner.integer()
-            if total_size < 0:
-                scanner.fail("a total_size of at least 0", str(total_size))
-        else:
-            scanner.skip()
-    return total_size

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from page4 import env
+from page4.cli import scales
 from page4.cli.demo import demo
 from page4.cli.doctor import doctor
 from page4.cli.generate import generate
@@ -27,6 +28,9 @@ app = typer.Typer(
 )
 for name, verb in VERBS.items():
     app.command(name)(verb)
+GROUPS: dict[str, typer.Typer] = {"scales": scales.app}
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 def show_version(wanted: bool) -> None:
@@ -57,5 +61,5 @@ def build() -> Any:
 def missing_command() -> UsageError:
     """The error of `page4` alone."""
     return UsageError(
-        message("page4", allowed="a verb", got="none", do=f"use one of {', '.join(VERBS)} (page4 --help)")
+        message("page4", allowed="a verb", got="none", do=f"use one of {', '.join((*VERBS, *GROUPS))} (page4 --help)")
     )

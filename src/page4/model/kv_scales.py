@@ -8,26 +8,18 @@ both sides. `mtp.layers.0` is the draft, layer `num_layers` at run time.
 from __future__ import annotations
 
 import logging
-import re
 import struct
 from typing import Any, NoReturn
 
 import torch
 
 from page4.checkpoint import Checkpoint, TensorBytes, classify
+from page4.checkpoint.scale_names import place
 from page4.codec import Scale
 from page4.errors import ScaleError, message
 from page4.geometry import Geometry
 
 _LOG = logging.getLogger("page4")
-_LAYER = re.compile(r"(mtp\.)?layers\.(0|[1-9][0-9]{0,8})\.(.+)")
-_SIDES = {
-    "self_attn.k_scale": "k", "self_attn.v_scale": "v",
-    "self_attn.attn.k_scale": "k", "self_attn.attn.v_scale": "v",
-    "self_attn.k_proj.k_scale": "k", "self_attn.v_proj.v_scale": "v",
-    "self_attn.qkv_proj.k_scale": "k", "self_attn.qkv_proj.v_scale": "v",
-    "self_attn.kv_scale": "kv", "self_attn.attn.kv_scale": "kv",
-}  # fmt: skip
 _FORMATS = {"F32": "<f", "F16": "<e"}
 
 Scales = dict[int, tuple[Scale, Scale]]
@@ -79,32 +71,15 @@ def _stored(checkpoint: Checkpoint, geometry: Geometry) -> dict[tuple[int, str],
     data = TensorBytes(checkpoint)
     found: dict[tuple[int, str], tuple[str, Scale]] = {}
     for name in checkpoint.names():
-        kind, canonical = classify(name)
-        if kind != "scale":
+        if classify(name).kind != "scale":
             continue
-        layer, sides = _place(name, canonical, geometry)
+        layer, sides = place(name, geometry)
         scale = _read(checkpoint, data, name)
         for side in sides:
             if (layer, side) in found:
                 _refuse(f"{side}_scale of layer {layer}", "one tensor", f"{found[layer, side][0]} and {name}")
             found[layer, side] = (name, scale)
     return {place: scale for place, (_, scale) in found.items()}
-
-
-def _place(name: str, canonical: str, geometry: Geometry) -> tuple[int, str]:
-    """The run-time layer and the sides that a scale tensor serves."""
-    match = _LAYER.fullmatch(canonical)
-    if match is None or match.group(3) not in _SIDES:
-        _refuse(name, f"layers.N.{{{', '.join(_SIDES)}}}", "another scale")
-    layer, sides = int(match.group(2)), _SIDES[match.group(3)]
-    if match.group(1):
-        if layer != 0:
-            _refuse(name, "mtp.layers.0, the only draft layer", f"mtp.layers.{layer}")
-        return geometry.draft_layer, sides
-    if layer not in geometry.qsa_layers:
-        got = f"layer {layer}" + (" without a K/V cache" if layer < geometry.num_layers else " of a deeper model")
-        _refuse(name, f"one of the QSA layers {list(geometry.qsa_layers)}", got)
-    return layer, sides
 
 
 def _read(checkpoint: Checkpoint, data: TensorBytes, name: str) -> Scale:

@@ -1,0 +1,167 @@
+"""`page4 scales`: from a calibration report to an overlay that can be served, and the check of it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from page4.cli import console, flags, models
+from page4.cli.flags import option
+
+if TYPE_CHECKING:
+    from page4.scales.faults import Findings
+
+app = typer.Typer(help="Packs, overlays and checks of calibrated K/V scales.")
+
+SOURCES = "Sources of the scales"
+
+
+class TargetSource(str, Enum):
+    """Values of `--target-source`."""
+
+    published = "published"
+    envelope = "envelope"
+
+
+class Naming(str, Enum):
+    """Values of `--naming`."""
+
+    qsa = "qsa"
+    proj = "proj"
+
+
+Out = Annotated[Path, option("--out", metavar="DIR", help="New folder to write.", panel=flags.OUTPUT)]
+Force = Annotated[bool, option("--force", help="Replace a folder that is not empty.", panel=flags.OUTPUT)]
+
+
+@app.command("pack")
+def pack(
+    report: Annotated[Path, option("--report", metavar="FILE", help="Calibration report of this base.", panel=SOURCES)],
+    base: Annotated[str, option("--base", metavar="MODEL", help="Folder, org/name[@revision] or tiny.", panel=SOURCES)],
+    out: Out,
+    force: Force = False,
+    json: flags.Json = False,
+) -> None:
+    """Make a scale pack of the target's scales in a calibration report."""
+    from page4.scales.pack import make_pack
+
+    summary = make_pack(report, models.resolve(base), out, force=force)
+    for note in summary.notes:
+        console.stderr().print(f"page4: note: {note}")
+    if json:
+        console.print_json({"folder": str(out), "artifact_id": summary.artifact_id, "tensors": summary.tensor_count})
+    else:
+        console.print_text(f"{out}: {summary.artifact_id}, {summary.tensor_count} scales\n")
+
+
+@app.command("overlay")
+def overlay(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Folder, org/name[@revision] or tiny.")],
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="Folder of a scale pack made for BASE.")],
+    out: Out,
+    draft_report: Annotated[
+        Path | None,
+        option("--draft-report", metavar="FILE", help="Calibration report with the draft's scales.", panel=SOURCES),
+    ] = None,
+    target_source: Annotated[
+        TargetSource,
+        option(
+            "--target-source",
+            metavar="KIND",
+            help="published: as in PACK; envelope: the larger max_abs of PACK and --target-report.",
+            panel=SOURCES,
+        ),
+    ] = TargetSource.published,
+    target_report: Annotated[
+        Path | None, option("--target-report", metavar="FILE", help="Calibration report for envelope.", panel=SOURCES)
+    ] = None,
+    draft_unit_scale: Annotated[
+        bool, option("--draft-unit-scale", help="Prototype: the draft's scales are 1.", panel=SOURCES)
+    ] = False,
+    draft_from_layer: Annotated[
+        int | None,
+        option("--draft-from-layer", metavar="N", help="Prototype: the draft takes those of layer N.", panel=SOURCES),
+    ] = None,
+    naming: Annotated[
+        Naming,
+        option(
+            "--naming",
+            metavar="KIND",
+            help="qsa: self_attn.k_scale; proj: self_attn.k_proj.k_scale, which SGLang maps.",
+            panel=flags.OUTPUT,
+        ),
+    ] = Naming.qsa,
+    copy: Annotated[
+        bool, option("--copy", help="Copy the base's files instead of linking them.", panel=flags.OUTPUT)
+    ] = False,
+    full: Annotated[
+        bool,
+        option("--full", help="Record the SHA-256 of whole shards, also of a large base.", panel=flags.OUTPUT),
+    ] = False,
+    force: Force = False,
+    json: flags.Json = False,
+) -> None:
+    """Make a checkpoint of BASE with scales: links to its files, a new index, the scale files, their provenance."""
+    from page4.scales.overlay import build_overlay
+    from page4.scales.sources import Sources
+
+    sources = Sources(target_source.value, target_report, draft_report, draft_unit_scale, draft_from_layer)
+    folder = models.resolve(base)
+    with console.spinner(f"building {out}"):
+        summary = build_overlay(
+            folder, pack, out, sources, naming=naming.value, copy=copy, force=force, full=full or None
+        )
+    for name in summary.prototypes:
+        console.stderr().print(f"page4: note: prototype scale, not calibrated: {name}")
+    counts = {
+        "target_scales": summary.target_count,
+        "draft_scales": summary.draft_count,
+        "carried_files": summary.carried_files,
+    }
+    if json:
+        console.print_json({"folder": str(out), **counts, "prototypes": list(summary.prototypes)})
+    else:
+        words = f"{counts['target_scales']} target and {counts['draft_scales']} draft scales"
+        console.print_text(f"{out}: {words}, {counts['carried_files']} files of the base\n")
+
+
+@app.command("verify")
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an overlay.")],
+    full: Annotated[bool, option("--full", help="Hash the base's shards whole.", panel=flags.OUTPUT)] = False,
+    root: Annotated[
+        Path | None,
+        option("--root", metavar="PATH", help="Follow links as in a container with this root.", panel=flags.OUTPUT),
+    ] = None,
+    json: flags.Json = False,
+) -> None:
+    """Check everything that an overlay claims, without loading it: exit code 1 when anything is wrong."""
+    from page4.scales.verify import verify_overlay
+
+    with console.spinner(f"verifying {folder}"):
+        findings = verify_overlay(folder, full=full, root=root)
+    report = {"folder": str(folder), "full": full, **findings.as_object()}
+    if json:
+        console.print_json(report)
+    else:
+        show(report, findings)
+    if findings.faults:
+        raise typer.Exit(1)
+
+
+def show(report: dict[str, Any], findings: Findings) -> None:
+    """Faults as a table, then a line."""
+    from page4.cli.doctor import make_table
+
+    out = console.stdout()
+    if findings.faults:
+        rows = [[fault.code, fault.where, fault.what] for fault in findings.faults]
+        out.print(make_table(f"faults of {report['folder']}", ["fault", "where", "found"], rows))
+    for note in findings.notes:
+        out.print(f"note: {note}")
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in findings.counts.items())
+    verdict = f"{len(findings.faults)} faults" if findings.faults else "pass"
+    out.print(f"{report['folder']}: {verdict} ({counts})")
