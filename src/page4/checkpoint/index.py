@@ -98,6 +98,11 @@ class Checkpoint:
         return self._shards[self._shard_of[name]][0]
 
     @property
+    def shards(self) -> dict[str, tuple[Path, ShardHeader]]:
+        """The weight files by the name that the index has for them: links resolved, and the checked header."""
+        return dict(self._shards)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The weight files, links resolved."""
         return tuple(path for path, _ in self._shards.values())

@@ -1,0 +1,1 @@
+"""K/V scales: measured over real requests, packed, laid over a checkpoint, verified."""
