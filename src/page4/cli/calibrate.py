@@ -162,5 +162,5 @@ def show(report: Mapping[str, Any], out: Path) -> None:
         spread = max(tensor["spread"] for tensor in report["tensors"].values())
         lines.print(f"largest of {len(report['envelope']['reports'])} reports; max_abs differ by up to {spread:.2g}")
     else:
-        lines.print(f"max_abs differ by up to {report['rounding']['max_abs_relative']:.0e} at other batch sizes")
+        lines.print(f"at another batch size max_abs may differ by {report['rounding']['max_abs_relative']:.0e}")
     lines.print(f"written: {out / 'calibration-report.json'}")

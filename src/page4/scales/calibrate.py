@@ -196,7 +196,7 @@ def _run_facts(options: CalibrationOptions, dtype: torch.dtype, seconds: float, 
         "duration_seconds": round(seconds, 3),
         "expected_rounding": {
             "max_abs_relative": ROUNDING[str(dtype).removeprefix("torch.")],
-            "of": "max_abs, against another batch size or number of threads",
+            "of": "max_abs at another batch size",
         },
         "machine": platform.machine(),
         "resumed_shards": resumed,

@@ -96,6 +96,8 @@ class KvStatistics:
     def percentile(self, percent: Fraction) -> float:
         """A value that `percent` of all |x| do not exceed: the upper end of the bin of that rank, at most `max_abs`."""
         rank = max(1, math.ceil(percent * self.values / 100))
+        if rank <= self.zeros:
+            return 0.0
         below = 0
         for place, count in self._finite:
             below += count
