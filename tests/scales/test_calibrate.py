@@ -60,16 +60,25 @@ def test_what_is_observed_is_what_the_cache_stores(tmp_path: Path) -> None:
     assert batch.num_rows == 77
 
 
-@pytest.mark.parametrize("rule", ["absmax", "percentile:99", "mse"])
-def test_the_report_is_the_same_bytes_for_samples_in_another_order(tmp_path: Path, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "clips"), [("absmax", False), ("percentile:99", True), ("mse", None)])
+def test_the_report_is_the_same_bytes_for_samples_in_another_order(
+    tmp_path: Path, rule: str, clips: bool | None
+) -> None:
     samples = token_samples(12)
     first = run(tmp_path / "a", samples, rule=rule)
     random.Random(9).shuffle(samples)
     run(tmp_path / "b", samples, rule=rule)
     assert report_bytes(tmp_path / "a") == report_bytes(tmp_path / "b")
-    clips = sum(tensor["clipped"] for tensor in first.report["tensors"].values())
-    assert first.report["accepted_clips"] == clips
-    assert (clips > 0) == rule.startswith("percentile") or rule == "mse"
+    accepted = sum(tensor["clipped"] for tensor in first.report["tensors"].values())
+    assert first.report["accepted_clips"] == accepted
+    assert clips is None or clips == (accepted > 0)
+
+
+def test_poisoned_memory_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "a", token_samples())
+    monkeypatch.setenv("PAGE4_POISON", "0x7F")
+    run(tmp_path / "b", token_samples())
+    assert report_bytes(tmp_path / "a") == report_bytes(tmp_path / "b")
 
 
 def test_eight_requests_a_batch_change_values_by_rounding_only(tmp_path: Path) -> None:
@@ -149,7 +158,11 @@ def test_a_rerun_goes_on_from_the_finished_shards(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"seed": 1}, "samples"), ({"rule": "mse"}, r"rule mse \(was absmax\)"), ({"dtype": "bfloat16"}, "dtype bfloat16")],
+    [
+        ({"seed": 1}, "samples"),
+        ({"rule": "mse"}, r"rule mse \(was absmax\)"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16"),
+    ],
 )
 def test_other_arguments_do_not_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
@@ -192,13 +205,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", token_samples())
 
 
-def blind_layer(observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft layer never reaches the observer."""
-    monkeypatch.setattr("page4.scales.observe.qsa_layers", lambda model: qsa_layers(model)[:-1])
-
-
 def test_b18_a_layer_that_bypasses_the_observer_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blind_layer(Observer(), monkeypatch)
+    monkeypatch.setattr("page4.scales.observe.qsa_layers", lambda model: qsa_layers(model)[:-1])
     with pytest.raises(ScaleError, match=r"model\.layers\.4\.self_attn\.k_scale: saw no token"):
         run(tmp_path / "out", token_samples())
     assert not (tmp_path / "out").exists()
