@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tests.oracle import random_checkpoint
 
-from page4.scales.calibrate import Calibration, CalibrationOptions, calibrate
+from page4.scales.calibrate import Calibration, CalibrationOptions, Progress, calibrate
 from page4.scales.report import REPORT_NAME
 
 # One QSA layer in four and a draft head; budget 32, so that samples above 35 tokens are pruned.
@@ -21,9 +24,20 @@ NAMES = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in LAYERS for 
 
 
 @functools.cache
-def small_checkpoint(seed: int = 11) -> Path:
+def small_checkpoint(*, seed: int = 11, mtp: bool = True) -> Path:
     """A random checkpoint, written once a session."""
-    return random_checkpoint(Path(tempfile.mkdtemp(prefix="page4-small-")), seed=seed, **SMALL)
+    folder = Path(tempfile.mkdtemp(prefix="page4-small-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return random_checkpoint(folder, seed=seed, mtp=mtp, **SMALL)
+
+
+def spoiled_checkpoint(folder: Path, tensor: str) -> Path:
+    """A copy of the small checkpoint with one NaN in one tensor."""
+    shutil.copytree(small_checkpoint(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def token_samples(count: int = 10, seed: int = 0) -> list[dict[str, Any]]:
@@ -37,11 +51,19 @@ def write_lines(path: Path, samples: list[dict[str, Any]]) -> Path:
     return path
 
 
-def run(out: Path, samples: list[dict[str, Any]], *, restart: bool = False, **options: Any) -> Calibration:
+def run(
+    out: Path,
+    samples: list[dict[str, Any]],
+    *,
+    model: Path | None = None,
+    restart: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Calibration:
     """Calibrate the small checkpoint on samples, four a shard."""
     prompts = write_lines(out.with_name(out.name + ".jsonl"), samples)
     settings = CalibrationOptions(**{"shard_size": 4, **options})
-    return calibrate(small_checkpoint(), prompts, out, settings, restart=restart)
+    return calibrate(model or small_checkpoint(), prompts, out, settings, restart=restart, progress=progress)
 
 
 def report_bytes(out: Path) -> bytes:

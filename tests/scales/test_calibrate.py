@@ -11,11 +11,22 @@ from typing import Any
 import pytest
 import torch
 from tests.model.lanes import Lane
-from tests.scales.runs import LAYERS, NAMES, report_bytes, run, small_checkpoint, token_samples, tree
+from tests.scales.runs import (
+    LAYERS,
+    NAMES,
+    report_bytes,
+    run,
+    small_checkpoint,
+    spoiled_checkpoint,
+    token_samples,
+    tree,
+)
 
+from page4.assets import calibration_samples, embedded_checkpoint
 from page4.errors import Page4Error, ScaleError, UsageError
 from page4.model.batch import RowSpan, StepBatch
 from page4.scales import calibrate as module
+from page4.scales.calibrate import CalibrationOptions, Progress, calibrate
 from page4.scales.observe import Observer, qsa_layers
 from page4.scales.partial import Partial, Shard
 from page4.scales.report import ROUNDING
@@ -90,6 +101,20 @@ def test_eight_requests_a_batch_change_values_by_rounding_only(tmp_path: Path) -
         assert many["tensors"][name]["tokens"] == one["tensors"][name]["tokens"]
         assert many["tensors"][name]["max_abs"] == pytest.approx(one["tensors"][name]["max_abs"], rel=1e-5)
     assert one["rounding"]["max_abs_relative"] == ROUNDING["float32"] == 1e-5
+
+
+def test_eight_requests_a_batch_on_the_embedded_checkpoint(tmp_path: Path) -> None:
+    """What the report calls `rounding`, on a trained model and the shipped samples."""
+    reports = []
+    for size in (1, 8):
+        options = CalibrationOptions(batch_size=size, max_seq_length=80, mix={"tool": 1, "text": 20})
+        out = tmp_path / str(size)
+        reports.append(calibrate(embedded_checkpoint(), calibration_samples(), out, options).report)
+    assert reports[0]["tokens"] == reports[1]["tokens"]
+    assert reports[0]["samples"] == reports[1]["samples"]
+    assert len(reports[0]["tensors"]) == 6
+    for name, tensor in reports[0]["tensors"].items():
+        assert reports[1]["tensors"][name]["max_abs"] == pytest.approx(tensor["max_abs"], rel=1e-5)
 
 
 def test_b20_observers_change_no_bit_of_the_output() -> None:
@@ -188,6 +213,14 @@ def test_a_damaged_shard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run(tmp_path / "out", token_samples()).resumed_shards == 2
 
 
+def test_shards_that_an_interrupted_restart_left_are_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path / "out", monkeypatch)
+    (tmp_path / "out" / ".partial" / "settings.json").unlink()
+    assert run(tmp_path / "out", token_samples(), rule="mse").resumed_shards == 0
+
+
 def test_a_finished_report_is_never_replaced_by_another(tmp_path: Path) -> None:
     run(tmp_path / "out", token_samples())
     before = report_bytes(tmp_path / "out")
@@ -210,6 +243,35 @@ def test_b18_a_layer_that_bypasses_the_observer_leaves_no_file(tmp_path: Path, m
     with pytest.raises(ScaleError, match=r"model\.layers\.4\.self_attn\.k_scale: saw no token"):
         run(tmp_path / "out", token_samples())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ("mtp.layers.0.self_attn.v_proj.weight", r"layers\.4\.self_attn\.v_scale: \d+ values are not finite"),
+        ("model.layers.3.self_attn.k_proj.weight", r"\d+ values of model\.layers\.3\.self_attn\.k_scale"),
+        ("model.layers.0.linear_attn.out_proj.weight", "expected finite K, V and scores"),
+    ],
+)
+def test_values_that_are_no_numbers_leave_no_file(tmp_path: Path, tensor: str, words: str) -> None:
+    with pytest.raises(ScaleError, match=words):
+        run(tmp_path / "out", token_samples(), model=spoiled_checkpoint(tmp_path / "spoiled", tensor))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_a_draft_head_has_the_scales_of_the_target(tmp_path: Path) -> None:
+    report = run(tmp_path / "out", token_samples(3), model=small_checkpoint(mtp=False)).report
+    assert list(report["tensors"]) == NAMES[:2]
+
+
+def test_progress_tells_every_token_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path / "out", monkeypatch)
+    totals: list[int] = []
+    counts: list[int] = []
+    run(tmp_path / "out", token_samples(), progress=Progress(totals.append, counts.append))
+    tokens = sum(len(sample["prompt_token_ids"]) for sample in token_samples())
+    assert totals == [tokens] and sum(counts) == tokens
+    assert 0 < counts[0] < tokens, "the finished shards count at once"
 
 
 @pytest.mark.parametrize("inside", [".", "sub/folder"])

@@ -14,7 +14,7 @@ import torch
 
 from page4 import __version__, env
 from page4.checkpoint import Checkpoint
-from page4.engine.options import check_count, compute_dtype, device_of
+from page4.engine.options import check_count, compute_dtype, device_of, set_threads
 from page4.engine.tokenizer import Tokenizer
 from page4.errors import UsageError, message
 from page4.geometry import Geometry
@@ -85,6 +85,7 @@ def calibrate(
     """
     progress, began = progress or Progress(), time.monotonic()
     env.check()
+    set_threads()
     _check_out(model, out)
     geometry, checkpoint = Geometry.from_folder(model), Checkpoint.open(model)
     dtype = compute_dtype(options.dtype, geometry, device_of(options.device))

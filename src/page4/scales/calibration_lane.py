@@ -18,7 +18,7 @@ from page4.cache.pages import PageAllocator
 from page4.cache.storage import Arena
 from page4.engine.admission import DEFAULT_BATCHED_TOKENS, Sizes
 from page4.engine.sampling import greedy
-from page4.errors import ScaleError, message
+from page4.errors import KernelError, ScaleError, message
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.decoder import Model
 from page4.scales.observe import CALIBRATION, Observer
@@ -83,17 +83,25 @@ class CalibrationLane:
     def _step(self, live: list[_Request], share: int, observer: Observer) -> int:
         ends = [min(request.done + share, len(request.ids)) for request in live]
         batch = self._batch(live, [list(r.ids[r.done : end]) for r, end in zip(live, ends, strict=True)])
-        with observer.counting(CALIBRATION, request=", ".join(request.owner for request in live)):
-            output = self.model.forward(batch, self.arena)
-            if self.model.draft is not None:
-                following = self._following(live, ends, batch, output.streams)
-                drafted = self._batch(live, following)
-                # Every row leaves its K and V; only what leaves the draft head is cut down.
-                self.model.draft.forward(drafted, output.streams, self.arena, keep=[1] * len(live))
+        names = ", ".join(request.owner for request in live)
+        try:
+            with observer.counting(CALIBRATION, request=names):
+                output = self.model.forward(batch, self.arena)
+                self._draft(live, ends, batch, output.streams)
+        except KernelError as error:
+            # A NaN in K or V shows as one in the scores or logits behind it: name where it came from.
+            got, do = ", ".join(observer.nonfinite()) or str(error), "check the checkpoint and the dtype"
+            raise ScaleError(message(names, allowed="finite K, V and scores", got=got, do=do)) from error
         self.model.commit(batch, output.pending, self.arena, None)
         for request, end in zip(live, ends, strict=True):
             request.done = end
         return batch.num_rows
+
+    def _draft(self, live: list[_Request], ends: list[int], batch: StepBatch, streams: Tensor) -> None:
+        """The draft head over the same rows: each leaves its K and V; only what leaves the head is cut down."""
+        if self.model.draft is not None:
+            drafted = self._batch(live, self._following(live, ends, batch, streams))
+            self.model.draft.forward(drafted, streams, self.arena, keep=[1] * len(live))
 
     def _batch(self, live: list[_Request], tokens: list[list[int]]) -> StepBatch:
         geometry = self.model.geometry
@@ -114,6 +122,6 @@ class CalibrationLane:
             for n, token, ok in zip(ending, tokens, usable, strict=True):
                 if not ok:
                     do = "check the checkpoint and the dtype"
-                    raise ScaleError(message(live[n].owner, allowed="finite logits", got="others", do=do))
+                    raise KernelError(message(live[n].owner, allowed="finite logits", got="others", do=do))
                 found[n].append(token)
         return found

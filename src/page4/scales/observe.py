@@ -78,6 +78,10 @@ class Observer:
             for layer, observer in zip(layers, before, strict=True):
                 layer.observer = observer
 
+    def nonfinite(self) -> list[str]:
+        """The tensors in which a value that is no number was seen, and how many."""
+        return [f"{seen.nonfinite} values of {tensor_name(p)}" for p, seen in self.statistics.items() if seen.nonfinite]
+
     def take(self) -> tuple[Statistics, int]:
         """Statistics and counted forwards since the last time. Raises `ScaleError` when a counted request failed."""
         if self._failed is not None:
@@ -110,7 +114,7 @@ def check_complete(
     faults += [f"{tensor_name(place)}: no such layer was expected" for place in sorted(set(statistics) - set(wanted))]
     if faults:
         allowed = f"{tokens} tokens in each of the layers {list(layers)}, finite and not all zero"
-        _refuse("observed K/V", allowed, "; ".join(faults), "no scale can be trusted: nothing was written")
+        _refuse("observed K/V", allowed, "; ".join(faults), "look at the checkpoint, the dtype and what attends")
 
 
 def _fault(seen: KvStatistics | None, tokens: int) -> str | None:

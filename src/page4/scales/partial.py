@@ -104,12 +104,14 @@ class Partial:
         for stale in self.folder.glob(f"*{STAGED}"):
             stale.unlink()
         if restart:
-            for old in (path, *self.folder.glob("shard-*.json")):
-                old.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         if path.exists():
             check_same(str(path), json.loads(path.read_text(encoding="utf-8")), settings)
-        else:
-            write_whole(path, json_bytes(settings))
+            return
+        # Shards without settings are what an interrupted restart or clean-up left.
+        for old in self.folder.glob("shard-*.json"):
+            old.unlink()
+        write_whole(path, json_bytes(settings))
 
 
 def check_same(where: str, before: Any, settings: Mapping[str, Any]) -> None:
