@@ -93,26 +93,22 @@ def calibrate(
     settings = _settings(checkpoint, chosen, options, dtype)
     _check_finished(out, settings, restart=restart)
     parts = _cut(chosen.samples, options.shard_size)
+    progress.on_start(chosen.tokens)
     with Partial(out, settings, restart=restart) as partial:
         if restart:
             (out / REPORT_NAME).unlink(missing_ok=True)
-        done = {name: shard for name in parts if (shard := partial.load(name)) is not None}
-        resumed = len(done)
-        progress.on_start(chosen.tokens)
-        progress.on_tokens(sum(shard.tokens for shard in done.values()))
+        earlier = [shard for name in parts if (shard := partial.load(name)) is not None]
+        progress.on_tokens(sum(shard.tokens for shard in earlier))
+        done = {shard.name: shard for shard in earlier}
         missing = {name: samples for name, samples in parts.items() if name not in done}
         for shard in _measure(model, missing, options, dtype, progress.on_tokens):
             partial.save(shard)
             done[shard.name] = shard
-        report = build_report(
-            settings=settings,
-            samples=chosen.manifest,
-            shards=[done[name] for name in parts],
-            run=digest_of(settings),
-        )
-        run = _run_facts(options, dtype, time.monotonic() - began, resumed)
+        shards = [done[name] for name in parts]
+        report = build_report(settings=settings, samples=chosen.manifest, shards=shards, run=digest_of(settings))
+        run = _run_facts(options, dtype, time.monotonic() - began, len(earlier))
         partial.finish({RUN_NAME: json_bytes(run), REPORT_NAME: json_bytes(report)})
-    return Calibration(report, len(parts), resumed)
+    return Calibration(report, len(parts), len(earlier))
 
 
 def _measure(
@@ -197,7 +193,7 @@ def _run_facts(options: CalibrationOptions, dtype: torch.dtype, seconds: float, 
         "duration_seconds": round(seconds, 3),
         "expected_rounding": {
             "max_abs_relative": ROUNDING[str(dtype).removeprefix("torch.")],
-            "of": "max_abs at another batch size",
+            "of": "max_abs at another batch size or number of threads",
         },
         "machine": platform.machine(),
         "resumed_shards": resumed,

@@ -17,8 +17,8 @@ from page4.scales.rules import Rule, curve_scales
 REPORT_NAME, RUN_NAME = "calibration-report.json", "calibration-run.json"
 SCHEMA_VERSION, KIND = 1, "page4-calibration-report"
 PERCENTILES = ("50", "90", "99", "99.9", "99.99", "99.999")
-# How far max_abs may move when requests share batches: the rounding of sums, carried through the layers. The embedded
-# checkpoint's own samples, 8 a batch against 1: float32 4.6e-7, float16 6.2e-4, bfloat16 7.1e-3.
+# How far max_abs may move when requests share batches, or with more threads: the rounding of sums, carried through the
+# layers. The embedded checkpoint's own samples, 8 a batch against 1: float32 4.6e-7, float16 6.2e-4, bfloat16 7.1e-3.
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 
 
@@ -36,7 +36,7 @@ def build_report(
         "counted_forwards": sum(shard.counted_forwards for shard in shards),
         "dtype": settings["dtype"],
         "kind": KIND,
-        "rounding": {"max_abs_relative": ROUNDING[settings["dtype"]], "of": "another batch size"},
+        "rounding": {"max_abs_relative": ROUNDING[settings["dtype"]], "of": "another batch size or number of threads"},
         "rule": rule.text,
         "run_sha256": run,
         "samples": dict(samples),
