@@ -30,7 +30,7 @@ def one_line(err: str) -> str:
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
-    for verb in ("generate", "doctor", "demo", "scales"):
+    for verb in ("generate", "calibrate", "doctor", "demo", "scales"):
         assert verb in out
 
 
@@ -46,7 +46,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "expected a verb"),
         (["generat"], "generat: unknown verb; nearest: generate"),
         (["serve", "tiny"], "serve: unknown verb; nearest: generate"),
-        (["xyzzy"], "xyzzy: unknown verb; nearest: none (verbs: generate, doctor, demo, scales)"),
+        (["xyzzy"], "xyzzy: unknown verb; nearest: none (verbs: generate, calibrate, doctor, demo, scales)"),
         (["--josn"], "--josn: unknown flag"),
         (["generate"], "MODEL"),
         (["generate", "tiny", "x", "--max-token", "3"], "--max-token: unknown flag; nearest: --max-tokens"),

@@ -8,3 +8,8 @@ from pathlib import Path
 def embedded_checkpoint() -> Path:
     """Folder of the small trained qwen4_exp checkpoint in this package."""
     return Path(__file__).resolve().parent / "tiny"
+
+
+def calibration_samples() -> Path:
+    """JSONL samples that calibrate the embedded checkpoint."""
+    return Path(__file__).resolve().parent / "calibration.jsonl"

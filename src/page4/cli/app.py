@@ -9,6 +9,7 @@ import typer
 
 from page4 import env
 from page4.cli import scales
+from page4.cli.calibrate import calibrate
 from page4.cli.demo import demo
 from page4.cli.doctor import doctor
 from page4.cli.generate import generate
@@ -17,7 +18,7 @@ from page4.errors import UsageError, message
 # Some versions of typer carry a copy of click, others use the installed one: take the class from its bases.
 ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-VERBS: dict[str, Callable[..., None]] = {"generate": generate, "doctor": doctor, "demo": demo}
+VERBS: dict[str, Callable[..., None]] = {"generate": generate, "calibrate": calibrate, "doctor": doctor, "demo": demo}
 
 app = typer.Typer(
     name="page4",

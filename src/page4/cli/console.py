@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 
 def stdout() -> Console:
@@ -40,13 +42,33 @@ def print_text(text: str) -> None:
 @contextmanager
 def token_bar(total_tokens: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, on a terminal only; the block calls what it gets with every count of new tokens."""
+    with _bar("generating") as bar:
+        task = bar.add_task("", total=total_tokens)
+        yield lambda count: bar.advance(task, count)
+
+
+def _bar(what: str) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = stderr()
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total_tokens)
-        yield lambda count: bar.advance(task, count)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@dataclass(frozen=True)
+class CountingBar:
+    """`start` says how many tokens there are, `advance` how many more are done."""
+
+    start: Callable[[int], None]
+    advance: Callable[[int], None]
+
+
+@contextmanager
+def counting_bar(what: str) -> Iterator[CountingBar]:
+    """As `token_bar`, for work whose size is known only once it has begun."""
+    with _bar(what) as bar:
+        task = bar.add_task("", total=None)
+        yield CountingBar(lambda total: bar.update(task, total=total), lambda count: bar.advance(task, count))
 
 
 @contextmanager

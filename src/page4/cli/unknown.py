@@ -20,7 +20,6 @@ ELSEWHERE = {
     "--max-seq-len": "--max-model-len",
     "--model": "the positional MODEL",
     "--prompt": "the positional PROMPT",
-    "--prompts": "the positional PROMPT, repeated",
     "--input-file": "--prompt-file",
     "--file": "--prompt-file",
     "--temp": "--temperature",
@@ -78,6 +77,10 @@ def nearest_flag(flag: str, known: Sequence[str]) -> str:
     spelled = flag.replace("_", "-").lower()
     if spelled in known:
         return spelled
+    # A slip in a flag of this very verb, which another verb or tool may know by that name.
+    slip = difflib.get_close_matches(spelled, known, n=1, cutoff=0.88)
+    if slip:
+        return slip[0]
     if spelled in ELSEWHERE:
         return ELSEWHERE[spelled]
     close = difflib.get_close_matches(spelled, [*known, *ELSEWHERE], n=1, cutoff=0.6)

@@ -17,7 +17,7 @@ from page4.checkpoint import Checkpoint
 from page4.engine.admission import DEFAULT_BATCHED_TOKENS, Sizes, check_prompt, concurrent_windows, plan_arena
 from page4.engine.core import EngineCore, Limits
 from page4.engine.metrics import EngineMetrics
-from page4.engine.options import cache_dtype, check_count, compute_dtype, device_of, num_drafts
+from page4.engine.options import cache_dtype, check_count, compute_dtype, device_of, num_drafts, set_threads
 from page4.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, Usage
 from page4.engine.params import SamplingParams
 from page4.engine.tokenizer import Tokenizer, read_json
@@ -65,7 +65,7 @@ class LLM:
                 check_count(what, given)
         check_count("seed", seed, -(2**63))
         check_count("block_size", block_size, 4)
-        _set_threads()
+        set_threads()
         self.model_path = _folder(model)
         geometry = Geometry.from_folder(self.model_path)
         checkpoint = Checkpoint.open(self.model_path)
@@ -315,9 +315,3 @@ def _weight_bytes(checkpoint: Checkpoint, loaded: Sequence[str], dtype: torch.dt
             count *= size
         total += count * dtype.itemsize
     return total
-
-
-def _set_threads() -> None:
-    threads = env.get("THREADS")
-    if threads is not None:
-        torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from page4 import env
 from page4.engine.admission import check_drafts
 from page4.errors import UsageError, message
 from page4.geometry import Geometry
@@ -80,3 +81,10 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, TypeError) as error:
         do = "choose one of them"
         raise UsageError(message("device", allowed="cpu or cuda", got=repr(name), do=do)) from error
+
+
+def set_threads() -> None:
+    """Give torch the threads that PAGE4_THREADS allows."""
+    threads = env.get("THREADS")
+    if threads is not None:
+        torch.set_num_threads(threads)

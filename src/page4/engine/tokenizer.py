@@ -47,6 +47,11 @@ class Tokenizer:
         """The `tokenizers.Tokenizer` itself."""
         return self._backend
 
+    @property
+    def template_source(self) -> str | None:
+        """The chat template as it stands in the checkpoint, None without one."""
+        return None if self._template is None else self._template.source
+
     def special_token(self, name: str) -> str | None:
         """The text of `bos_token`, `eos_token`, .. in tokenizer_config.json."""
         value = self._config.get(name)
