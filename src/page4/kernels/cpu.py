@@ -38,7 +38,9 @@ def refusal(*tensors: Tensor, channels: Sequence[int] = ()) -> str | None:
 def _call(name: str, *arguments: object) -> int:
     library = cpu_build.load()[0]
     assert library is not None, "a kernel was called that refusal() refuses"
-    return int(getattr(library, name)(*arguments) or 0)
+    function = getattr(library, name)
+    function.restype = c_int64  # what a void function leaves there means nothing and is not looked at
+    return int(function(*arguments))
 
 
 def _pointer(tensor: Tensor | None) -> c_void_p:
@@ -67,6 +69,7 @@ class Hyper:
         self, streams: Tensor, block_out: Tensor | None = None, injection: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Streams [R, C, hidden], first increased in place by 2 * injection * block_out -> what `Hyper.enter` gives."""
+        assert streams.is_contiguous(), "streams are read, and with block_out written, as they lie"
         rows, _, hidden = streams.shape
         mixed, out = streams.new_empty(rows, hidden), streams.new_empty(rows, self._injections, 1)
         operands = (streams, rows, block_out, injection, mixed, out)
@@ -76,6 +79,7 @@ class Hyper:
 
 def leave(streams: Tensor, block_out: Tensor, injection: Tensor) -> Tensor:
     """streams: [R, C, hidden], in place increased by 2 * injection [R, C, 1] * block_out [R, hidden]."""
+    assert streams.is_contiguous(), "streams are written in place"
     _call("page4_hyper_leave", *_pointers((streams, block_out, injection, *streams.shape)))
     return streams
 
@@ -276,11 +280,8 @@ def select_blocks(
     ids = torch.empty(rows, top_k, dtype=torch.int32)
     block_table, requests = _rows_of(block_table), requests.contiguous()
     head = _pointers((index_q, rows, heads, dim, pooled, pooled.stride(0), pooled.shape[1]))
-    library = cpu_build.load()[0]
-    assert library is not None
-    library.page4_select.restype = c_int64
-    bad = library.page4_select(*head, byref(_table(block_table)), *_pointers((requests, visible, top_k, ids)))
-    return ids, None if bad < 0 else int(bad)
+    bad = _call("page4_select", *head, byref(_table(block_table)), *_pointers((requests, visible, top_k, ids)))
+    return ids, None if bad < 0 else bad
 
 
 def extend_blocks(ids: Tensor, counts: Tensor, selected_at: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import platform
@@ -55,7 +56,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     if path is None:
         return None, reason
     # torch loads its OpenMP runtime first, and the library asks for the same one by name: one pool of threads.
-    import torch  # noqa: F401
+    importlib.import_module("torch")
 
     try:
         return ctypes.CDLL(str(path)), None

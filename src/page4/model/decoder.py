@@ -91,7 +91,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
         """streams: [M, C * hidden] -> [M, V] fp32."""
-        mixed, _ = self.mixer.mix(streams.view(-1, self.geometry.hc_count, self.geometry.hidden_size))
+        mixed = self.mixer.mix(streams.view(-1, self.geometry.hc_count, self.geometry.hidden_size))
         return self.lm_head(mixed).float()
 
 

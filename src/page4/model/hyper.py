@@ -30,10 +30,12 @@ class Mixer:
         if small and cpu.refusal(*tensors, channels=(self.hidden,)) is None:
             self.kernel = cpu.Hyper(*tensors, self.eps)
 
-    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """streams: [R, C, hidden] -> mixed [R, hidden], and the scaled down projection [R, lowrank (+ C)]."""
-        if self.kernel is not None:
-            return self.kernel.enter(streams.contiguous())
+    def mix(self, streams: Tensor) -> Tensor:
+        """streams: [R, C, hidden] -> mixed [R, hidden]."""
+        return (self._mix(streams) if self.kernel is None else self.kernel.enter(streams.contiguous()))[0]
+
+    def _mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """As `mix`, and the scaled down projection [R, lowrank (+ C)]."""
         normed = rms_norm(streams, self.norm, self.eps)
         low = self.down(normed.flatten(1))
         weight = self.up(F.silu(low[:, : self.lowrank])).sigmoid_().view_as(normed)
@@ -45,9 +47,9 @@ class Hyper(Mixer):
 
     def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """streams: [R, C, hidden] -> block input [R, hidden], injection weights [R, C, 1] (to be doubled)."""
-        mixed, low = self.mix(streams)
         if self.kernel is not None:
-            return mixed, low
+            return self.kernel.enter(streams.contiguous())
+        mixed, low = self._mix(streams)
         return mixed, low[:, self.lowrank :].sigmoid().unsqueeze(-1)
 
     def leave(self, streams: Tensor, block_out: Tensor, injection: Tensor) -> Tensor:
