@@ -10,10 +10,11 @@ with a chosen byte.
 from __future__ import annotations
 
 import functools
+import io
 import os
 import random
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -127,3 +128,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     if report.failed and _SEED in item.stash:
         report.sections.append(("seed", f"run again with: pytest '{item.nodeid}' --seed {item.stash[_SEED]}"))
     return report
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every path that is opened by any of Python's ways while the test runs."""
+    paths: list[str] = []
+
+    def record(original: Any) -> Any:
+        def wrapper(file: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(file, int):
+                paths.append(os.path.realpath(os.fspath(file)))
+            return original(file, *args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr("builtins.open", record(open))
+    monkeypatch.setattr(io, "open", record(io.open))
+    monkeypatch.setattr(os, "open", record(os.open))
+    yield paths

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.checkpoint.files import good_file, write_index, write_sharded
@@ -30,25 +27,6 @@ POINTER = (
 def folder(tmp_path: Path) -> Path:
     write_sharded(tmp_path / "model", SHARDS)
     return tmp_path / "model"
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every path that is opened by any of Python's ways while the test runs."""
-    paths: list[str] = []
-
-    def record(original: Any) -> Any:
-        def wrapper(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(file, int):
-                paths.append(os.path.realpath(os.fspath(file)))
-            return original(file, *args, **kwargs)
-
-        return wrapper
-
-    monkeypatch.setattr("builtins.open", record(open))
-    monkeypatch.setattr(io, "open", record(io.open))
-    monkeypatch.setattr(os, "open", record(os.open))
-    yield paths
 
 
 def read(checkpoint: Checkpoint, name: str) -> bytes:

@@ -101,7 +101,7 @@ def test_usage_errors(
 def test_a_missing_report_is_an_input_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = run(capsys, "calibrate", "envelope", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x")
     assert code == 3
-    assert "report: expected a file" in err
+    assert f"{tmp_path / 'a'}: expected a file, got none" in err
 
 
 def test_defaults_are_those_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:

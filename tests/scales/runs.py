@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.oracle import random_checkpoint
 
 from page4.scales.calibrate import Calibration, CalibrationOptions, Progress, calibrate
-from page4.scales.report import REPORT_NAME
+from page4.scales.schema import REPORT_NAME
 
 # One QSA layer in four and a draft head; budget 32, so that samples above 35 tokens are pruned.
 SMALL: dict[str, Any] = {"vocab_size": 64, "indexer_budget": 32, "max_position_embeddings": 512}

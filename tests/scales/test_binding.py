@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ from tests.scales.bases import DRAFT, INDEX, PROVENANCE, SHARDS, TARGET, edit, f
 from tests.scales.conftest import World
 
 from page4.checkpoint import Checkpoint
+from page4.checkpoint.binding import check_binding
 from page4.checkpoint.identity import EDGE_BYTES, PIECES
+from page4.checkpoint.provenance import is_overlay
 from page4.errors import CheckpointError, Page4Error, PathEscapeError, ScaleError
-from page4.scales.binding import check_binding, is_overlay
 
 
 def replace_base(world: World, **options: Any) -> None:
@@ -141,25 +140,6 @@ def test_the_sample_sees_the_ends_and_pieces_of_a_large_shard(tmp_path: Path) ->
 
 
 # B23: what the loader follows ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every path that is opened by any of Python's ways while the test runs."""
-    paths: list[str] = []
-
-    def record(original: Any) -> Any:
-        def wrapper(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(file, int):
-                paths.append(os.path.realpath(os.fspath(file)))
-            return original(file, *args, **kwargs)
-
-        return wrapper
-
-    monkeypatch.setattr("builtins.open", record(open))
-    monkeypatch.setattr(io, "open", record(io.open))
-    monkeypatch.setattr(os, "open", record(os.open))
-    yield paths
 
 
 def test_b23_the_loader_reads_through_an_overlay(built: World, opened: list[str]) -> None:

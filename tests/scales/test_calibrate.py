@@ -140,6 +140,7 @@ def test_a_report_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert (report["kind"], report["schema_version"], report["rule"]) == ("page4-calibration-report", 1, "absmax")
     assert report["base_checkpoint"]["index_sha256"] is None
     assert list(report["base_checkpoint"]["shards"]) == ["model.safetensors"]
+    assert len(report["base_checkpoint"]["tensors_sha256"]) == 64  # what tells a re-sharded base from another model
     text = report_bytes(tmp_path / "out").decode()
     assert str(tmp_path) not in text and "date" not in text
     facts = json.loads((tmp_path / "out" / "calibration-run.json").read_text())

@@ -19,9 +19,9 @@ from tests.scales.bases import PROVENANCE, TARGET, tree
 from tests.scales.conftest import World
 
 from page4.checkpoint import Checkpoint
+from page4.checkpoint.binding import check_binding
 from page4.errors import UsageError
 from page4.scales import overlay as overlay_module
-from page4.scales.binding import check_binding
 from page4.scales.staging import Stage, staged
 from page4.scales.verify import verify_overlay
 

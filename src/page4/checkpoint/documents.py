@@ -42,7 +42,7 @@ def read_document(path: Path, model: type[DocumentModel]) -> DocumentModel:
 
 def parse_document(text: bytes, path: Path, model: type[DocumentModel]) -> DocumentModel:
     """Check the content of a file; `path` is for messages."""
-    value = _object(path, text)
+    value = parse_object(text, path)
     version = value.get("schema_version", None if model.version_required else 1)
     if type(version) is not int or version != 1:
         got = "none" if version is None else repr(version)
@@ -68,7 +68,8 @@ def read_bounded(path: Path) -> bytes:
         return file.read(MAX_DOCUMENT_BYTES)
 
 
-def _object(path: Path, text: bytes) -> dict[str, Any]:
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in a file, each key once. Raises `DocumentError`; `path` is for messages."""
     if (brackets := text.count(b"[") + text.count(b"{")) > MAX_BRACKETS:
         _refuse(path, "unreadable", "", f"at most {MAX_BRACKETS} lists and objects", f"{brackets} brackets", _GET)
     try:

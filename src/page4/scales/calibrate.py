@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from page4 import __version__, env
-from page4.checkpoint import Checkpoint
+from page4.checkpoint.identity import base_record
 from page4.engine.options import check_count, compute_dtype, device_of, set_threads
 from page4.engine.tokenizer import Tokenizer
 from page4.errors import UsageError, message
 from page4.geometry import Geometry
 from page4.model.weights import load_model
 from page4.scales.calibration_lane import CalibrationLane
-from page4.scales.files import json_bytes
-from page4.scales.identity import base_identity, digest_of
+from page4.scales.files import digest_of, json_bytes
 from page4.scales.observe import Observer, check_complete, expected_layers
 from page4.scales.partial import Partial, Shard
-from page4.scales.report import REPORT_NAME, ROUNDING, RUN_NAME, build_report, read_report
+from page4.scales.report import ROUNDING, RUN_NAME, build_report, read_report
 from page4.scales.rules import Rule
 from page4.scales.sample_file import read_samples
 from page4.scales.samples import Sample, SampleSet, choose, tokenize
+from page4.scales.schema import REPORT_NAME
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def calibrate(
     env.check()
     set_threads()
     _check_out(model, out)
-    geometry, checkpoint = Geometry.from_folder(model), Checkpoint.open(model)
+    geometry = Geometry.from_folder(model)
     dtype = compute_dtype(options.dtype, geometry, device_of(options.device))
     chosen = _samples(model, prompts, geometry, options)
-    settings = _settings(checkpoint, chosen, options, dtype)
+    settings = _settings(model, chosen, options, dtype)
     _check_finished(out, settings, restart=restart)
     parts = _cut(chosen.samples, options.shard_size)
     progress.on_start(chosen.tokens)
@@ -143,12 +143,10 @@ def _samples(model: Path, prompts: Path, geometry: Geometry, options: Calibratio
     return choose(samples, tokenizer, num_samples=options.num_samples, seed=options.seed, mix=options.mix)
 
 
-def _settings(
-    checkpoint: Checkpoint, chosen: SampleSet, options: CalibrationOptions, dtype: torch.dtype
-) -> dict[str, Any]:
+def _settings(model: Path, chosen: SampleSet, options: CalibrationOptions, dtype: torch.dtype) -> dict[str, Any]:
     """All that the report depends on: two runs with equal settings write the same bytes."""
     return {
-        "base_checkpoint": base_identity(checkpoint),
+        "base_checkpoint": base_record(model).model_dump(mode="json"),
         "batch_size": options.batch_size,
         "dtype": str(dtype).removeprefix("torch."),
         "max_seq_length": options.max_seq_length,

@@ -9,7 +9,8 @@ from typing import Any
 from page4.checkpoint.hashes import sha256_of_file
 from page4.errors import ScaleError, UsageError, message
 from page4.scales.files import json_bytes, make_folder, write_whole
-from page4.scales.report import REPORT_NAME, read_report
+from page4.scales.report import read_report
+from page4.scales.schema import REPORT_NAME
 
 
 def write_envelope(reports: Sequence[Path], out: Path, *, restart: bool = False) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from page4.checkpoint.hashes import sha256_of_bytes
+
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 STAGED = ".staged"
 
@@ -14,6 +16,11 @@ STAGED = ".staged"
 def json_bytes(value: Any) -> bytes:
     """Sorted keys, floats in their shortest exact form, one line end: the same bytes for the same value."""
     return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
+    return sha256_of_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_whole(path: Path, data: bytes, stage: Path | None = None) -> None:
@@ -30,7 +37,7 @@ def write_whole(path: Path, data: bytes, stage: Path | None = None) -> None:
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def make_folder(path: Path) -> None:
@@ -41,8 +48,8 @@ def make_folder(path: Path) -> None:
             folder.chmod(FOLDER_MODE)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk."""
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -34,7 +34,7 @@ def walk(path: Path, root: Path = Path("/")) -> Walk:
             continue
         candidate = current / part
         try:
-            text = os.readlink(candidate) if candidate.is_symlink() else None  # noqa: PTH115, Path normalises
+            text = link_text(candidate) if candidate.is_symlink() else None
             candidate.lstat()
         except OSError:
             return Walk("escape" if left else "dangling", candidate)
@@ -47,6 +47,11 @@ def walk(path: Path, root: Path = Path("/")) -> Walk:
         current = root if text.startswith("/") else current
         rest.extend(part for part in reversed(text.split("/")) if part not in ("", "."))
     return Walk(_kind(current), current)
+
+
+def link_text(path: Path) -> str:
+    """What a link says, to the letter: `Path.readlink` would drop a `.`, a double slash and a slash at the end."""
+    return os.fspath(os.readlink(path))  # noqa: PTH115
 
 
 def _kind(path: Path) -> State:

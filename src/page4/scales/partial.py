@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from page4.errors import ScaleError, UsageError, message
-from page4.scales.files import STAGED, json_bytes, make_folder, write_whole
-from page4.scales.identity import digest_of
+from page4.scales.files import STAGED, digest_of, json_bytes, make_folder, write_whole
 from page4.scales.kv_statistics import KvStatistics, Place, Statistics
 
 FOLDER, SETTINGS, LOCK = ".partial", "settings.json", "lock"

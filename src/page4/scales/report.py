@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from page4.checkpoint.documents import parse_object, read_bounded
 from page4.errors import ScaleError, message
 from page4.scales.kv_statistics import KvStatistics, Place, merge_all
 from page4.scales.observe import tensor_name
 from page4.scales.partial import Shard
 from page4.scales.rules import Rule, curve_scales
+from page4.scales.schema import REPORT_KIND, REPORT_NAME
 
-REPORT_NAME, RUN_NAME = "calibration-report.json", "calibration-run.json"
-SCHEMA_VERSION, KIND = 1, "page4-calibration-report"
+RUN_NAME = "calibration-run.json"
+SCHEMA_VERSION = 1
 PERCENTILES = ("50", "90", "99", "99.9", "99.99", "99.999")
 # How far max_abs may move when requests share batches, or with more threads: the rounding of sums, carried through the
 # layers. The embedded checkpoint's own samples, 8 a batch against 1: float32 4.6e-7, float16 6.2e-4, bfloat16 7.1e-3.
@@ -35,7 +36,7 @@ def build_report(
         "batch_size": settings["batch_size"],
         "counted_forwards": sum(shard.counted_forwards for shard in shards),
         "dtype": settings["dtype"],
-        "kind": KIND,
+        "kind": REPORT_KIND,
         "rounding": {"max_abs_relative": ROUNDING[settings["dtype"]], "of": "another batch size or number of threads"},
         "rule": rule.text,
         "run_sha256": run,
@@ -75,16 +76,11 @@ def read_report(path: Path) -> dict[str, Any]:
     """A report file (or the one in a folder) as an object with `tensors`. Raises `ScaleError`."""
     path = path / REPORT_NAME if path.is_dir() else path
     do = "give a calibration-report.json that page4 calibrate wrote"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScaleError(message("report", allowed="a file", got=f"{path} ({error.strerror})", do=do)) from None
-    except (ValueError, RecursionError) as error:
-        raise ScaleError(message(str(path), allowed="JSON", got=error, do=do)) from None
-    kind = value.get("kind") if isinstance(value, dict) else type(value).__name__
-    if not isinstance(value, dict) or kind != KIND or value.get("schema_version") != SCHEMA_VERSION:
-        got = f"kind {kind!r}" if kind != KIND else f"schema_version {value.get('schema_version')!r}"
-        raise ScaleError(message(str(path), allowed=f"kind {KIND!r}, version {SCHEMA_VERSION}", got=got, do=do))
+    value = parse_object(read_bounded(path), path)
+    kind, version = value.get("kind"), value.get("schema_version")
+    if kind != REPORT_KIND or version != SCHEMA_VERSION:
+        got = f"kind {kind!r}" if kind != REPORT_KIND else f"schema_version {version!r}"
+        raise ScaleError(message(str(path), allowed=f"kind {REPORT_KIND!r}, version {SCHEMA_VERSION}", got=got, do=do))
     _check_tensors(path, value, do)
     return value
 

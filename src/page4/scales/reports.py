@@ -15,9 +15,8 @@ from page4.checkpoint.scale_names import report_place
 from page4.errors import ScaleError, message
 from page4.geometry import Geometry
 from page4.scales.choice import Choice, Choices, Place, check_coverage, describe
-from page4.scales.schema import CalibrationReport, ReportTensor
+from page4.scales.schema import REPORT_NAME, CalibrationReport, ReportTensor
 
-REPORT_NAME = "calibration-report.json"
 ABSMAX = "absmax"
 # A report may print fewer digits of a scale than fp32 has; more than this is another rule.
 _SAME = 1e-5

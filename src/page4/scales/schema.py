@@ -14,10 +14,13 @@ from page4.checkpoint.scale_names import Side
 from page4.errors import PathEscapeError
 
 MANIFEST_NAME = "kvscales-manifest.json"
+REPORT_NAME, REPORT_KIND = "calibration-report.json", "page4-calibration-report"
 MAX_TENSORS = 16_384
 
 __all__ = [
     "MANIFEST_NAME",
+    "REPORT_KIND",
+    "REPORT_NAME",
     "BaseRecord",
     "CalibrationReport",
     "PackManifest",

@@ -17,9 +17,7 @@ from typing import NoReturn
 
 from page4.checkpoint.hashes import sha256_of_file
 from page4.errors import UsageError, message
-
-FILE_MODE = 0o644
-FOLDER_MODE = 0o755
+from page4.scales.files import FILE_MODE, FOLDER_MODE, make_folder, sync
 
 
 class Stage:
@@ -61,7 +59,7 @@ def staged(target: Path, *, force: bool = False, apart_from: Sequence[Path] = ()
     """
     target = Path(os.path.realpath(target.parent)) / target.name
     check_target(target, force=force, apart_from=apart_from)
-    _make_parents(target)
+    make_folder(target.parent)
     with _locked(target):
         _recover(target)
         check_target(target, force=force, apart_from=apart_from)
@@ -86,13 +84,6 @@ def check_target(target: Path, *, force: bool, apart_from: Sequence[Path]) -> No
         _refuse(target, "a new folder", "a file or a link", "write elsewhere")
     if target.is_dir() and not force and next(target.iterdir(), None) is not None:
         _refuse(target, "a new or empty folder", "a folder with files", "write elsewhere, or replace it with --force")
-
-
-def _make_parents(target: Path) -> None:
-    for folder in reversed(target.parents):
-        if not folder.is_dir():
-            folder.mkdir(exist_ok=True)
-            folder.chmod(FOLDER_MODE)
 
 
 def _prefix(target: Path, kind: str) -> str:
@@ -146,7 +137,7 @@ def _replace(target: Path, folder: Path) -> None:
     if target.exists() and next(target.iterdir(), None) is not None:
         target.rename(tempfile.mkdtemp(prefix=_prefix(target, "old"), dir=target.parent))
     folder.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _sync_tree(folder: Path) -> None:
@@ -154,17 +145,9 @@ def _sync_tree(folder: Path) -> None:
         for name in files:
             file = Path(path) / name
             if not file.is_symlink():
-                _sync(file)
+                sync(file)
         Path(path).chmod(FOLDER_MODE)
-        _sync(Path(path))
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        sync(Path(path))
 
 
 def _refuse(path: Path, allowed: str, got: str, do: str) -> NoReturn:

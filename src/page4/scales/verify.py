@@ -15,7 +15,7 @@ from page4.checkpoint.provenance import PROVENANCE_NAME, Provenance, read_unseal
 from page4.errors import ConfigError, DocumentError, Page4Error, PathEscapeError
 from page4.geometry import Geometry
 from page4.scales.faults import Findings
-from page4.scales.staging import FILE_MODE
+from page4.scales.files import FILE_MODE
 from page4.scales.verify_index import check_index
 from page4.scales.verify_scales import check_scales
 from page4.scales.verify_shards import check_shards

@@ -8,7 +8,7 @@ from pathlib import Path
 from page4.checkpoint.provenance import Provenance
 from page4.errors import UsageError, message
 from page4.scales.faults import Findings
-from page4.scales.links import Walk, walk
+from page4.scales.links import Walk, link_text, walk
 
 
 class View:
@@ -60,8 +60,8 @@ class View:
             self.findings.add("file-missing", name, "nothing")
             return None
         is_link = path.is_symlink()
-        if is_link and os.readlink(path).startswith("/"):  # noqa: PTH115, the text as it stands
-            self.findings.add("link-absolute", name, os.readlink(path))  # noqa: PTH115
+        if is_link and link_text(path).startswith("/"):
+            self.findings.add("link-absolute", name, link_text(path))
         found = self.end(name)
         if found.state != "file":
             self._refuse(name, found, is_link=is_link)
