@@ -137,7 +137,11 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_no_module_of_the_scale_tools_imports_torch() -> None:
-    modules = "overlay, pack, verify, schema"
-    code = f"import sys\nfrom page4.checkpoint import binding\nfrom page4.scales import {modules}\nprint(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    code = (
+        "import sys\n"
+        "from page4.checkpoint import binding\n"
+        "from page4.scales import overlay, pack, verify, schema\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
