@@ -65,6 +65,27 @@ def capability(device: torch.device | int | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def device() -> torch.device:
+    """torch's current CUDA device."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def current_device() -> int:
+    """Index of torch's current device."""
+    import torch
+
+    return torch.cuda.current_device()
+
+
+def stream_handle(device: torch.device | int | None = None) -> int:
+    """torch's current stream of a device, as the driver knows it."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def function(source: str, name: str, *, arch: str, defines: Mapping[str, str | int] | None = None) -> Function:
     """Kernel `name` (extern "C") of `source` on the current device; compiled and loaded when first asked for.
 

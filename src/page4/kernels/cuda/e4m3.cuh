@@ -4,7 +4,7 @@
 // only the bias differs (7 and 15), for subnormals too. The two NaN bytes would read as 480 / 256; adding one to their
 // last mantissa bit carries into bit 14 and nobody else's does, which sets their exponent to all ones.
 #pragma once
-#include "common.cuh"
+#include "half.cuh"
 
 #define E4M3_RAW 256.0f  // what a raw value has to be multiplied by
 
@@ -18,12 +18,6 @@ __device__ __forceinline__ u32 e4m3_raw_of_spread(u32 spread) {
 __device__ __forceinline__ void e4m3_decode_raw(u32 bytes, u32 &first, u32 &second) {
     first = e4m3_raw_of_spread(__byte_perm(bytes, 0, 0x1404));
     second = e4m3_raw_of_spread(__byte_perm(bytes, 0, 0x3424));
-}
-
-__device__ __forceinline__ u32 half2_times_256(u32 x) {
-    u32 y;
-    asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x5C005C00u));
-    return y;
 }
 
 // Four bytes as four fp16, in memory order. fp16 holds every E4M3 value.

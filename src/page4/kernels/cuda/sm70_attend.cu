@@ -17,7 +17,7 @@
 //
 // Specialised by HEAD_DIM (64, 128, 256), E4M3, GROUPED, M_TILES (1: tiles of 8 rows, 2: of 16), ZERO_UNATTENDED.
 #include "e4m3.cuh"
-#include "sm70_mma.cuh"
+#include "sm70_softmax.cuh"
 
 #ifndef ZERO_UNATTENDED
 #define ZERO_UNATTENDED 1

@@ -2,7 +2,7 @@
 //
 // A block has one query head of one row, a lane two channels. Bound by the bytes of the parts; not measured on a V100.
 // Specialised by HEAD_DIM and HALF_PARTS (parts in fp16, else in fp32).
-#include "sm70_mma.cuh"
+#include "sm70_softmax.cuh"
 
 // part_out: [splits, R, H, D]; part_lse: [splits, R, H], base 2; rows: [blocks] the row of each block, or null.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)

@@ -1,4 +1,4 @@
-// Volta's matrix instruction and what goes with it.
+// Volta's matrix instruction, and base-2 exponentials.
 //
 // mma.m8n8k4: a warp is four quad-pairs of 8 lanes, {4q..4q+3, 16+4q..16+4q+3}, and each computes an own 8 x 8 x 4
 // product. With r = lane % 4 + 4 * (lane >= 16), a lane holds
@@ -9,11 +9,11 @@
 #include "common.cuh"
 
 #define MMA(LAYOUT) \
-    asm("mma.sync.aligned.m8n8k4.row." LAYOUT \
-        ".f32.f16.f16.f32 " \
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]) \
-        : "r"(a0), "r"(a1), "r"(b0), "r"(b1))
+    asm volatile("mma.sync.aligned.m8n8k4.row." LAYOUT \
+                 ".f32.f16.f16.f32 " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};" \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]) \
+                 : "r"(a0), "r"(a1), "r"(b0), "r"(b1))
 
 // C += A B with B held by columns (K: a lane owns a token) and by rows (V: a lane owns a token).
 __device__ __forceinline__ void mma_columns(float (&c)[8], u32 a0, u32 a1, u32 b0, u32 b1) { MMA("col"); }
@@ -29,29 +29,4 @@ __device__ __forceinline__ float log2_of(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-__device__ __forceinline__ u32 to_half2(float low, float high) {
-    u32 packed;
-    asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
-        : "=r"(packed)
-        : "f"(low), "f"(high));
-    return packed;
-}
-
-__device__ __forceinline__ float2 from_half2(u32 packed) {
-    float2 x;
-    asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-        : "=f"(x.x), "=f"(x.y)
-        : "r"(packed));
-    return x;
-}
-
-#define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
-#define NOTHING __int_as_float(0xFF800000)  // -inf
-
-__device__ __forceinline__ float2 gated(float2 x, u32 gate) {
-    const float2 g = from_half2(gate);
-    return make_float2(x.x / (1.0f + exp2_of(-g.x * LOG2_E)), x.y / (1.0f + exp2_of(-g.y * LOG2_E)));
 }
