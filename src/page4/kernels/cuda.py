@@ -159,17 +159,15 @@ def launch(
     key = (tuple(grid), tuple(block), shared_bytes, dependent)
     config = function._configs.get(key) or _config(function, key)
     on = torch.cuda.current_stream(function.device) if stream is None else stream
-    start(_Stream(on.cuda_stream), config, function.kernel, *_arguments(function, args))
+    start(_stream(function.device, on.cuda_stream), config, function.kernel, *_arguments(function, args))
 
 
-class _Stream:
-    """A raw stream as cuda-core takes one from others."""
+@functools.cache
+def _stream(device: int, handle: int) -> Any:
+    """torch's stream as cuda-core takes one; torch's streams live as long as the process."""
+    from cuda.core import Stream
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
+    return Stream.from_handle(handle)
 
 
 def _config(function: Function, key: tuple[Any, ...]) -> Any:
