@@ -53,7 +53,6 @@ class FakeLLM:
     """Writes 8 tokens for every prompt: in 4 windows of 3 drafts, of which 3, 1 and 0 are accepted at each position."""
 
     made: ClassVar[list[FakeLLM]] = []
-    wrong_with_drafts = False
     notes_to_tell: ClassVar[tuple[str, ...]] = ()
     finish_reason = "length"
 
@@ -76,8 +75,6 @@ class FakeLLM:
         for number, prompt in enumerate(prompts):
             ids = list(prompt) if isinstance(prompt, list) else list(prompt.encode())
             tokens = [number, *range(1, 8)]
-            if drafts and self.wrong_with_drafts:
-                tokens[-1] = 99
             outputs = [Completion(index, tokens, f"text {number}\n", self.finish_reason) for index in range(params.n)]
             results.append(Result(str(number), ids, outputs))
             self.metrics.prefill_tokens += 100

@@ -1,4 +1,4 @@
-"""`page4 generate` and `page4 demo` on an engine with known answers: what is passed on, what is printed."""
+"""`page4 generate` on an engine with known answers: what is passed on, what is printed."""
 
 from __future__ import annotations
 
@@ -155,22 +155,3 @@ def test_text_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> 
     console.print_text("é")
     stream.seek(0)
     assert stream.read() == "\\xe9"
-
-
-def test_demo_says_that_the_tokens_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo")
-    assert code == 0
-    assert "MTP tokens equal: yes\n" in out
-    assert "acceptance per draft position: 0.75 0.25 0.00\n" in out
-    assert "tokens a target step: 2.00 with MTP, 1.00 without\n" in out
-    assert "decode speed: 32 tokens/s with MTP, 32 without (1.00x)\n" in out
-
-
-def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeLLM, "wrong_with_drafts", True)
-    code, out, _ = run(capsys, "demo")
-    assert code == 1
-    assert "MTP tokens equal: NO\n" in out
-    code, out, _ = run(capsys, "demo", "--json")
-    assert code == 1
-    assert json.loads(out)["mtp_tokens_equal"] is False
