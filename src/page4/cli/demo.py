@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from page4 import kernels
 from page4.cli import console, flags, models, report
 from page4.cli.demo_prompts import PROMPTS
 from page4.cli.flags import option
@@ -152,8 +153,8 @@ def show_tables(lanes: Lanes, found: dict[str, Any]) -> None:
         ]
         for entry in found["layers"]
     ]
-    columns = ["layer", "side", "max_abs", "scale", "clips", "rmse", "attention error", "takes effect"]
-    out.print(make_table("scales", columns, rows))
+    columns = ["layer", "side", "max_abs", "scale", "clips", "rmse", "error", "effect"]
+    out.print(make_table("scales (error: of attention, against unquantised K/V)", columns, rows))
     rows = [
         [
             name,
@@ -166,7 +167,9 @@ def show_tables(lanes: Lanes, found: dict[str, Any]) -> None:
         ]
         for (name, drafts), run in lanes.items()
     ]
-    columns = ["K/V", "drafts", "perplexity", "tokens a step", "acceptance", "decode tokens/s", "K/V bytes a token"]
-    out.print(make_table("lanes", columns, rows))
+    columns = ["K/V", "drafts", "ppl", "tokens/step", "acceptance", "tokens/s", "bytes"]
+    out.print(make_table("lanes (bytes: of K/V for a token of context)", columns, rows))
+    if not kernels.compiled_refusal():
+        out.print("On a CPU 16-bit K/V have no compiled kernel: the speeds do not compare the formats.", style="dim")
     change, limit = found["perplexity"]["change"], MAX_PERPLEXITY_CHANGE
     out.print(f"perplexity with E4M3 K/V: {change:+.3%} against 16-bit K/V (at most {limit:.1%} either way)")

@@ -213,9 +213,9 @@ def show_effect(folder: Path, found: Effect) -> None:
 
     out = console.stdout()
     probes = [probe.probe for probe in found.scales[0].probes] if found.scales else []
-    columns = ["layer", "side", "scale", "error", "serving", *probes, "effect"]
+    columns = ["of", "scale", "error", "serving", *probes, "effect"]
     rows = [effect_row(entry) for entry in found.scales]
-    title = f"attention error of {folder} against unquantised K/V (and how many times it grows)"
+    title = "attention error against unquantised K/V, as it is and with one scale changed (times as large)"
     out.print(make_table(title, columns, rows))
     for fault in found.faults:
         out.print(f"fault: {fault}")
@@ -227,6 +227,6 @@ def show_effect(folder: Path, found: Effect) -> None:
 
 def effect_row(entry: ScaleResult) -> list[str]:
     """One scale for people."""
-    cells = [str(entry.layer), entry.side, f"{entry.scale:.6g}", f"{entry.error:.2%}", f"{entry.served_error:.2%}"]
-    cells += [f"{probe.error:.1%} ({probe.growth:.1f}x)" for probe in entry.probes]
+    cells = [f"{entry.layer} {entry.side}", f"{entry.scale:.4g}", f"{entry.error:.1%}", f"{entry.served_error:.1%}"]
+    cells += [f"{probe.error:.0%} ({probe.growth:.1f})" for probe in entry.probes]
     return [*cells, "NO" if entry.faults else "yes"]
