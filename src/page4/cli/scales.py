@@ -213,7 +213,7 @@ def show_effect(folder: Path, found: Effect) -> None:
 
     out = console.stdout()
     probes = [probe.probe for probe in found.scales[0].probes] if found.scales else []
-    columns = ["of", "scale", "error", "serving", *probes, "effect"]
+    columns = ["of", "scale", "error", "served", *probes, "effect"]
     rows = [effect_row(entry) for entry in found.scales]
     title = "attention error against unquantised K/V, as it is and with one scale changed (times as large)"
     out.print(make_table(title, columns, rows))
@@ -227,6 +227,6 @@ def show_effect(folder: Path, found: Effect) -> None:
 
 def effect_row(entry: ScaleResult) -> list[str]:
     """One scale for people."""
-    cells = [f"{entry.layer} {entry.side}", f"{entry.scale:.4g}", f"{entry.error:.1%}", f"{entry.served_error:.1%}"]
-    cells += [f"{probe.error:.0%} ({probe.growth:.1f})" for probe in entry.probes]
+    cells = [f"{entry.layer} {entry.side}", f"{entry.scale:.3g}", f"{entry.error:.1%}", f"{entry.served_error:.1%}"]
+    cells += [f"{probe.error:.0%} {probe.growth:.0f}x" for probe in entry.probes]
     return [*cells, "NO" if entry.faults else "yes"]
