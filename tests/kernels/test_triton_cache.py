@@ -78,7 +78,9 @@ def test_fp32_edges_are_encoded_exactly(scale: float) -> None:
     numbers = [x for x in edges() if 1e-30 < scale < 1e20 or abs(x) < 1e3]
     x = torch.tensor([*numbers, *[0.0] * (-len(numbers) % 64)])
     found, _ = encoded(x, scale)
-    right = [exact_byte(value, scale) if abs(value / scale) < 3e38 else 0x7E | 0x80 * (value < 0) for value in x.tolist()]
+    right = [
+        exact_byte(value, scale) if abs(value / scale) < 3e38 else 0x7E | 0x80 * (value < 0) for value in x.tolist()
+    ]
     assert found.tolist() == right
 
 
@@ -104,7 +106,9 @@ def test_rows_go_to_their_place_and_nowhere_else(
     k, v = torch.randn(2, len(at), 3, 30, generator=generator).to(dtype)[..., :24].to(DEVICE)
     before, scales = storage.clone(), (Scale(0.25), Scale(0.5))
     counters, flags = torch.ones(2, 2, dtype=torch.int64, device=DEVICE), torch.ones(len(at), dtype=torch.bool)
-    e4m3 = (tuple(s.tensor(DEVICE) for s in scales), counters, flags.to(DEVICE)) if kv_dtype == torch.uint8 else [None] * 3
+    e4m3 = (
+        (tuple(s.tensor(DEVICE) for s in scales), counters, flags.to(DEVICE)) if kv_dtype == torch.uint8 else [None] * 3
+    )
     triton_cache.append_kv(k, v, *caches, positions, requests, table, *e4m3)
     for row, (request, position) in enumerate(at):
         page = int(table[request, position // page_tokens]) if position >= 0 else 0
@@ -166,8 +170,11 @@ def test_index_keys_over_many_steps(dtype: torch.dtype, order: str, rng: random.
             if n < 2 and closes:
                 a, b, c, d = raw[n, p - 3 : p + 1].float()
                 mean = (((a + b) + c + d) / 4).to(dtype)
-                assert torch.equal(seen[0][row].cpu(), mean)
-                expected[table[n, p // page_tokens], p % page_tokens // 4] = (mean * 2 + (p - 3)).to(DEVICE)
+                # The interpreter cuts bfloat16 off where hardware rounds.
+                exact = ON_GPU or dtype != torch.bfloat16
+                torch.testing.assert_close(seen[0][row].cpu(), mean, rtol=0 if exact else 2**-7, atol=0)
+                key = seen[0][row] * 2 + (p - 3)
+                expected[table[n, p // page_tokens], p % page_tokens // 4] = key
         at = [a + length for a, length in zip(at, lengths, strict=True)]
         at[0] -= 1 if lengths[0] == 3 else 0  # the last of three was a rejected draft
         assert torch.equal(pooled, expected)
@@ -184,7 +191,10 @@ def test_offsets_beyond_32_bits() -> None:
     k = torch.full((1, 2, 512), 2.0, device=DEVICE, dtype=torch.bfloat16)
     table = torch.tensor([[69_999]], dtype=torch.int32, device=DEVICE)
     zero, scale = torch.zeros(1, dtype=torch.int64, device=DEVICE), Scale(1.0).tensor(DEVICE)
-    counters, flags = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    counters, flags = (
+        torch.zeros(2, 2, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.bool, device=DEVICE),
+    )
     places = (zero + 15, zero, table, (scale, scale), counters, flags)
     triton_cache.append_kv(k, k, cache[..., :512], cache[..., 512:], *places)
     assert bool((cache[69_999, 15] == 0x40).all()) and int(cache.sum(dtype=torch.int64)) == 0x40 * 2048

@@ -120,7 +120,13 @@ def test_long_rows(top: Callable[..., None], count: int, rng: random.Random) -> 
 
 
 def make_step(
-    rng: random.Random, spans: list[tuple[int, int]], heads: int, dim: int, page_tokens: int, dtype: torch.dtype, **odd: Any
+    rng: random.Random,
+    spans: list[tuple[int, int]],
+    heads: int,
+    dim: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    **odd: Any,
 ) -> dict[str, Any]:
     """Rows of (first position, count) a request over permuted pages; what no token owns is NaN, page 0 included.
 
@@ -183,12 +189,14 @@ def run_step(step: dict[str, Any], top_k: int, top: Callable[..., None], window:
 
 @pytest.mark.parametrize("window", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_steps_of_several_requests(window: int, dtype: torch.dtype, top: Callable[..., None], rng: random.Random) -> None:
+def test_steps_of_several_requests(
+    window: int, dtype: torch.dtype, top: Callable[..., None], rng: random.Random
+) -> None:
     step = make_step(rng, [(200, 4), (3, 3), (97, 5)], 4, 32, 16, dtype, padding=True)
     assert run_step(step, 16, top, window) == expected(step, 16)
 
 
-@pytest.mark.parametrize(("heads", "dim", "page_tokens"), [(1, 24, 4), (3, 16, 784), (2, 128, 12)])
+@pytest.mark.parametrize(("heads", "dim", "page_tokens"), [(1, 24, 4), (3, 16, 784), (2, 128, 12), (6, 16, 16)])
 @pytest.mark.parametrize("window", [1, 64])
 def test_geometries_and_rows_in_any_order(
     heads: int, dim: int, page_tokens: int, window: int, top: Callable[..., None], rng: random.Random
@@ -231,7 +239,9 @@ def test_refusals_are_pure() -> None:
     assert triton_select.refusal("cuda", (9, 0), **served) is None
     assert "compute capability 7.5" in str(triton_select.refusal("cuda", (7, 0), **served))
     assert "8.0 or newer" in str(triton_select.refusal("cuda", (7, 5), **served))
-    assert "not bfloat16 and float16" in str(triton_select.refusal("cuda", (9, 0), **{**served, "key_dtype": "float16"}))
+    assert "not bfloat16 and float16" in str(
+        triton_select.refusal("cuda", (9, 0), **{**served, "key_dtype": "float16"})
+    )
     assert "1 to 16 index heads" in str(triton_select.refusal("cuda", (9, 0), **{**served, "heads": 17}))
     assert "4-token blocks" in str(triton_select.refusal("cuda", (9, 0), **{**served, "page_tokens": 6}))
 

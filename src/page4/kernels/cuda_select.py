@@ -49,9 +49,7 @@ def top_blocks(scores: Tensor, positions: Tensor, top_k: int, ids: Tensor, count
     rows, columns = scores.shape
     capability = cuda.capability(scores.device)
     threads, values = variant(columns)
-    kernel = cuda.function(
-        SOURCE, NAME, arch=arch_of(capability), defines={"THREADS": threads, "VALUES": values}
-    )
+    kernel = cuda.function(SOURCE, NAME, arch=arch_of(capability), defines={"THREADS": threads, "VALUES": values})
     cuda.launch(
         kernel,
         (rows,),

@@ -85,17 +85,17 @@ def _append_kv(
     counters,
     nonfinite,
     width,
-    table_row: i64,
-    k_row: i64,
-    k_head: i64,
-    v_row: i64,
-    v_head: i64,
-    k_page: i64,
-    k_token: i64,
-    k_kv_head: i64,
-    v_page: i64,
-    v_token: i64,
-    v_kv_head: i64,
+    table_row: "i64",
+    k_row: "i64",
+    k_head: "i64",
+    v_row: "i64",
+    v_head: "i64",
+    k_page: "i64",
+    k_token: "i64",
+    k_kv_head: "i64",
+    v_page: "i64",
+    v_token: "i64",
+    v_kv_head: "i64",
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -110,7 +110,7 @@ def _append_kv(
     token = tl.maximum(position, 0) % PAGE
     channel = tl.arange(0, SIZE)
     head, lane = channel // DIM, channel % DIM
-    mask = (channel < HEADS * DIM) & (page > 0)
+    mask = channel < tl.where(page > 0, HEADS * DIM, 0)
     key = tl.load(k + row * k_row + head * k_head + lane, mask=mask, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + lane, mask=mask, other=0.0)
     k_at = page * k_page + token * k_token + head * k_kv_head + lane
@@ -180,9 +180,9 @@ def _pool_keys(
     means,
     firsts,
     rows,
-    raw_row: i64,
-    slot_stride: i64,
-    place_stride: i64,
+    raw_row: "i64",
+    slot_stride: "i64",
+    place_stride: "i64",
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     STEP: tl.constexpr,
@@ -198,9 +198,11 @@ def _pool_keys(
         for token in tl.static_range(4):
             at = position - 3 + token
             here = _row_of(positions, requests, rows, row - 3 + token, request, at, STEP)
-            new = tl.load(raw + here.to(tl.int64) * raw_row + channel, mask=mask & (here >= 0), other=0.0)
+            new = tl.load(
+                raw + here.to(tl.int64) * raw_row + channel, mask=channel < tl.where(here >= 0, DIM, 0), other=0.0
+            )
             place = slot * slot_stride + (at % 16) * place_stride
-            old = tl.load(ring + place + channel, mask=mask & (here < 0), other=0.0)
+            old = tl.load(ring + place + channel, mask=channel < tl.where(here < 0, DIM, 0), other=0.0)
             total += tl.where(here >= 0, new.to(tl.float32), old.to(new.dtype).to(tl.float32))
     tl.store(means + row.to(tl.int64) * DIM + channel, (total * 0.25).to(means.dtype.element_ty), mask=mask)
     tl.store(firsts + row, tl.where(closes, position - 3, 0))
@@ -218,13 +220,13 @@ def _put_index(
     table,
     rows,
     width,
-    table_row: i64,
-    raw_row: i64,
-    key_row: i64,
-    slot_stride: i64,
-    place_stride: i64,
-    page_stride: i64,
-    block_stride: i64,
+    table_row: "i64",
+    raw_row: "i64",
+    key_row: "i64",
+    slot_stride: "i64",
+    place_stride: "i64",
+    page_stride: "i64",
+    block_stride: "i64",
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -240,13 +242,19 @@ def _put_index(
         later = _row_of(positions, requests, rows, row + 16, request, position + 16, STEP)
         key = tl.load(raw + row.to(tl.int64) * raw_row + channel, mask=mask, other=0.0)
         place = slot * slot_stride + (position % 16) * place_stride
-        tl.store(ring + place + channel, key.to(ring.dtype.element_ty), mask=mask & (later < 0) & (slot > 0))
+        tl.store(
+            ring + place + channel,
+            key.to(ring.dtype.element_ty),
+            mask=channel < tl.where((later < 0) & (slot > 0), DIM, 0),
+        )
         column = position // PAGE
         closes = (position % 4 == 3) & (column < width)
         page = tl.load(table + request * table_row + column, mask=closes, other=0).to(tl.int64)
-        block = tl.load(keys + row.to(tl.int64) * key_row + channel, mask=mask & (page > 0), other=0.0)
+        block = tl.load(
+            keys + row.to(tl.int64) * key_row + channel, mask=channel < tl.where(page > 0, DIM, 0), other=0.0
+        )
         at = page * page_stride + (position % PAGE) // 4 * block_stride
-        tl.store(pooled + at + channel, block.to(pooled.dtype.element_ty), mask=mask & (page > 0))
+        tl.store(pooled + at + channel, block.to(pooled.dtype.element_ty), mask=channel < tl.where(page > 0, DIM, 0))
 
 
 def pool_keys(

@@ -27,8 +27,10 @@ BLOCK = 4
 WORKSPACE_BYTES = 64 << 20
 # Windows of at most this many rows are scored narrow.
 NARROW_ROWS = 8
-WIDE_ROWS, WIDE_KEYS, WIDE_RUN = 64, 64, 8
-NARROW_KEYS, NARROW_PROGRAMS = 128, 4096
+WIDE_ROWS, WIDE_KEYS, WIDE_RUN, WIDE_WARPS, WIDE_STAGES = 64, 64, 8, 4, 3
+NARROW_KEYS, NARROW_PROGRAMS, NARROW_WARPS, NARROW_STAGES = 128, 4096, 4, 2
+# (rows, keys, warps, stages) and (keys, warps, stages) where products go without tensor cores; larger tiles spill.
+PLAIN_WIDE, PLAIN_NARROW = (16, 32, 8, 1), (32, 4, 1)
 TOP_CHUNK = 1024
 # A mask of the visible blocks is counted in int32 and a score's column in 32 bits.
 MAX_BLOCKS = 1 << 24
@@ -86,12 +88,12 @@ def _score_wide(
     positions,
     scores,
     rows,
-    columns: i64,
-    table_row: i64,
-    q_row: i64,
-    q_head: i64,
-    page_stride: i64,
-    place_stride: i64,
+    columns: "i64",
+    table_row: "i64",
+    q_row: "i64",
+    q_head: "i64",
+    page_stride: "i64",
+    place_stride: "i64",
     top_k: tl.constexpr,
     PER_PAGE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -111,7 +113,15 @@ def _score_wide(
     channel = tl.arange(0, DIM_PAD)
     q_mask = scored[:, None] & (channel < DIM)[None, :]
     q_at = index_q + row[:, None] * q_row + channel[None, :]
+    # The queries of four heads stay on the chip; those of more heads are read again for every tile of keys.
     q0 = tl.load(q_at, mask=q_mask, other=0.0)
+    q1, q2, q3 = q0, q0, q0
+    if HEADS > 1:
+        q1 = tl.load(q_at + q_head, mask=q_mask, other=0.0)
+    if HEADS > 2:
+        q2 = tl.load(q_at + 2 * q_head, mask=q_mask, other=0.0)
+    if HEADS > 3:
+        q3 = tl.load(q_at + 3 * q_head, mask=q_mask, other=0.0)
     begin = tl.program_id(1) * (RUN * KEYS)
     least = tl.min(tl.where(scored, request, 2147483647))
     most = tl.max(tl.where(scored, request, -1))
@@ -130,7 +140,13 @@ def _score_wide(
             )
             keys = tl.trans(keys)
             total = _relu_dot(q0, keys, UPCAST)
-            for head in tl.static_range(1, HEADS):
+            if HEADS > 1:
+                total += _relu_dot(q1, keys, UPCAST)
+            if HEADS > 2:
+                total += _relu_dot(q2, keys, UPCAST)
+            if HEADS > 3:
+                total += _relu_dot(q3, keys, UPCAST)
+            for head in tl.static_range(4, HEADS):
                 q = tl.load(q_at + head * q_head, mask=q_mask, other=0.0)
                 total += _relu_dot(q, keys, UPCAST)
             out = scores + row[:, None] * columns + block[None, :]
@@ -146,12 +162,12 @@ def _score_narrow(
     positions,
     scores,
     rows,
-    columns: i64,
-    table_row: i64,
-    q_row: i64,
-    q_head: i64,
-    page_stride: i64,
-    place_stride: i64,
+    columns: "i64",
+    table_row: "i64",
+    q_row: "i64",
+    q_head: "i64",
+    page_stride: "i64",
+    place_stride: "i64",
     programs,
     top_k: tl.constexpr,
     PER_PAGE: tl.constexpr,
@@ -212,7 +228,7 @@ def _keys(scores, block, seen):
 
 
 @jit
-def _top(scores, columns: i64, positions, ids, counts, bad, top_k: tl.constexpr, CHUNK: tl.constexpr):
+def _top(scores, columns: "i64", positions, ids, counts, bad, top_k: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + row) + 1) // 4
     seen = tl.minimum(tl.maximum(seen, 0), columns).to(tl.int32)
@@ -273,24 +289,29 @@ def scores_of(
     sizes = {"top_k": top_k, "PER_PAGE": per_page, "HEADS": heads, "DIM": dim, "ROOT": math.sqrt(dim)}
     sizes["UPCAST"] = triton_env.interpreted()
     sizes["DIM_PAD"] = max(16, next_power_of_2(dim))
+    plain = _is_plain(index_q)
     if window > NARROW_ROWS:
-        # Products of fp32 go without tensor cores and their operands take twice the room.
-        tile = WIDE_ROWS if index_q.dtype != torch.float32 else 16
-        grid = (-(-rows // tile), -(-columns // (WIDE_RUN * WIDE_KEYS)))
-        sizes |= {"ROWS": tile, "KEYS": WIDE_KEYS, "RUN": WIDE_RUN, "num_warps": 4, "num_stages": 3}
+        tile, keys, warps, stages = PLAIN_WIDE if plain else (WIDE_ROWS, WIDE_KEYS, WIDE_WARPS, WIDE_STAGES)
+        grid = (-(-rows // tile), -(-columns // (WIDE_RUN * keys)))
+        sizes |= {"ROWS": tile, "KEYS": keys, "RUN": WIDE_RUN, "num_warps": warps, "num_stages": stages}
         _score_wide[grid](*places, *strides, **sizes)
         return
-    tiles, runs = -(-rows // window), -(-columns // NARROW_KEYS)
+    keys, warps, stages = PLAIN_NARROW if plain else (NARROW_KEYS, NARROW_WARPS, NARROW_STAGES)
+    tiles, runs = -(-rows // window), -(-columns // keys)
     programs = min(runs, max(1, NARROW_PROGRAMS // tiles))
     heads_pad = next_power_of_2(heads)
-    sizes |= {"HEADS_PAD": heads_pad, "WINDOW": window, "KEYS": NARROW_KEYS, "num_warps": 4, "num_stages": 2}
+    sizes |= {"HEADS_PAD": heads_pad, "WINDOW": window, "KEYS": keys, "num_warps": warps, "num_stages": stages}
     sizes["WINDOW_PAD"] = max(next_power_of_2(window), 16 // heads_pad)
     _score_narrow[(tiles, programs)](*places, *strides, programs, **sizes)
 
 
-def top_blocks(
-    scores: Tensor, positions: Tensor, top_k: int, ids: Tensor, counts: Tensor, bad: Tensor
-) -> None:
+def _is_plain(index_q: Tensor) -> bool:
+    """Whether Triton has no tensor cores for these products: float32, and everything before Ampere."""
+    old = index_q.is_cuda and torch.cuda.get_device_capability(index_q.device) < (8, 0)
+    return index_q.dtype == torch.float32 or old
+
+
+def top_blocks(scores: Tensor, positions: Tensor, top_k: int, ids: Tensor, counts: Tensor, bad: Tensor) -> None:
     """The selection that given scores lead to: scores [R, columns] fp32; the rest as `select_blocks` returns it."""
     rows, columns = scores.shape
     if rows:
