@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+C_SOURCES := $(wildcard src/page4/kernels/cpu/*.[ch] src/page4/kernels/cuda/*.cu src/page4/kernels/cuda/*.cuh)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo   set up $(VENV), calibrate the embedded checkpoint and run it over E4M3 K/V with MTP"
 	@echo "make test   set up $(VENV) and run the tests"
-	@echo "make lint   set up $(VENV) and run ruff, mypy and import-linter"
+	@echo "make lint   set up $(VENV) and run ruff, clang-format, mypy and import-linter"
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,5 +27,6 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports

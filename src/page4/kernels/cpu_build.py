@@ -73,7 +73,7 @@ def _warn(reason: str) -> str:
 def _build(compiler: str) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     name = f"page4-cpu-{_key(compiler, [*sources, *sorted(SOURCES.glob('*.h'))])}.so"
-    path = _folder() / name
+    path = cache_folder() / name
     if path.is_file() and _is_whole(path):
         return path
     # Staged beside its name, so that a build that is cut off, or a second one at the same time, leaves no half file.
@@ -109,7 +109,7 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """`page4` in the user's cache folder, or a folder of this process where that cannot be written."""
     try:
         # A user without an entry in the password file and without HOME has no home: RuntimeError.

@@ -18,7 +18,7 @@ INLINE void logits_of(const int heads, const int is_e4m3, const float *q, int64_
                       int64_t tokens, float scale, float *logits, int64_t stride) {
     for (int64_t t = 0; t < tokens; t++) {
         vec acc[HEADS_AT_ONCE];
-        UNROLL for (int h = 0; h < heads; h++) acc[h] = fill(0);
+    UNROLL for (int h = 0; h < heads; h++) acc[h] = fill(0);
         for (int64_t i = 0; i < dim; i += LANES) {
             vec x = element(k, at[t] + i, is_e4m3);
             UNROLL for (int h = 0; h < heads; h++) acc[h] += load(q + h * dim + i) * x;

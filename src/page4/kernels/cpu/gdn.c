@@ -31,7 +31,8 @@ static void mix_row(const gdn_t *w, const float *projected, const float *before,
     for (int64_t c = 0; c < w->conv_dim; c += LANES) {
         vec total = fill(0);
         for (int64_t tap = 0; tap < w->kernel; tap++)
-            total += conv_input(w, projected, before, row + tap - (w->kernel - 1), c) * load(w->conv + tap * w->conv_dim + c);
+            total += conv_input(w, projected, before, row + tap - (w->kernel - 1), c) *
+                     load(w->conv + tap * w->conv_dim + c);
         store(mixed + c, silu_vec(total));
     }
     float query_scale = 1.0f / sqrtf((float)w->key_dim);

@@ -14,7 +14,8 @@ typedef struct {
 static void add_block(float *streams, const float *out, const float *injection, int64_t count, int64_t hidden) {
     for (int64_t c = 0; c < count; c++) {
         vec twice = fill(2.0f * injection[c]);
-        for (int64_t i = 0; i < hidden; i += LANES) store(streams + c * hidden + i, load(streams + c * hidden + i) + twice * load(out + i));
+        for (int64_t i = 0; i < hidden; i += LANES)
+            store(streams + c * hidden + i, load(streams + c * hidden + i) + twice * load(out + i));
     }
 }
 
@@ -49,7 +50,8 @@ EXPORT void page4_hyper_enter(const hyper_t *w, float *streams, int64_t rows, co
     int64_t width = w->count * w->hidden;
 #pragma omp parallel for if (rows > 2) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        if (block_out) add_block(streams + r * width, block_out + r * w->hidden, injection_in + r * w->count, w->count, w->hidden);
+        if (block_out)
+            add_block(streams + r * width, block_out + r * w->hidden, injection_in + r * w->count, w->count, w->hidden);
         mix(w, streams + r * width, mixed + r * w->hidden, injection_out + r * w->injections);
     }
 }

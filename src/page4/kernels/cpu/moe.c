@@ -1,7 +1,9 @@
 /* Between the two products of the dense form of the experts: route, activate, weigh. Bound by nothing: a few KB a row. */
 #include "page4_cpu.h"
 
-typedef struct { int64_t experts, chosen, expert_width, inner, normalise; } moe_t;
+typedef struct {
+    int64_t experts, chosen, expert_width, inner, normalise;
+} moe_t;
 
 /* The chosen experts' weights: softmax in fp32, the largest first, the lower id first among equals. */
 static void route(const moe_t *w, const float *logits, float *weights) {

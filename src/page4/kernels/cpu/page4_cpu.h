@@ -20,7 +20,11 @@ typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 
-INLINE vec load(const float *p) { vec x; memcpy(&x, p, sizeof x); return x; }
+INLINE vec load(const float *p) {
+    vec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
 INLINE void store(float *p, vec x) { memcpy(p, &x, sizeof x); }
 INLINE vec fill(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
@@ -87,10 +91,15 @@ INLINE vec decode_e4m3(const uint8_t *p) {
 }
 
 /* One request's rows in a step: the first of them, how many, the state slot, the position of the first. */
-typedef struct { int64_t first_row, rows, slot, first_position; } span_t;
+typedef struct {
+    int64_t first_row, rows, slot, first_position;
+} span_t;
 
 /* A view of the pages of one layer, K or V: [page][token][head][dim], strides in elements, dim contiguous. */
-typedef struct { void *data; int64_t page_stride, token_stride, head_stride; } side_t;
+typedef struct {
+    void *data;
+    int64_t page_stride, token_stride, head_stride;
+} side_t;
 
 typedef struct {
     side_t k, v;
@@ -99,6 +108,9 @@ typedef struct {
 } cache_t;
 
 /* The pages of each request, a row each; rows are row_stride entries apart. */
-typedef struct { const int32_t *pages; int64_t row_stride; } table_t;
+typedef struct {
+    const int32_t *pages;
+    int64_t row_stride;
+} table_t;
 
 #endif

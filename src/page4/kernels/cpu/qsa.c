@@ -8,7 +8,8 @@
 typedef struct {
     const float *q_norm, *k_norm, *index_q_norm, *index_k_norm; /* 1 + w */
     int64_t heads, kv_heads, dim, index_heads, index_dim, rotary;
-    int64_t row_stride; /* a projected row: per head q | gate [H * 2D], k [J * D], v [J * D], index q and key [(I + 1) * E] */
+    /* A projected row: per head q | gate [H * 2D], k [J * D], v [J * D], index q and key [(I + 1) * E]. */
+    int64_t row_stride;
     float eps;
 } qsa_t;
 
@@ -34,7 +35,8 @@ EXPORT void page4_qsa_queries(const qsa_t *w, const float *projected, int64_t ro
             norm_and_turn(x, w->k_norm, w->dim, w->rotary, w->eps, c, s, k + (r * w->kv_heads + j) * w->dim);
         x += w->kv_heads * w->dim;
         for (int64_t i = 0; index_q && i < w->index_heads; i++, x += w->index_dim)
-            norm_and_turn(x, w->index_q_norm, w->index_dim, w->rotary, w->eps, c, s, index_q + (r * w->index_heads + i) * w->index_dim);
+            norm_and_turn(x, w->index_q_norm, w->index_dim, w->rotary, w->eps, c, s,
+                          index_q + (r * w->index_heads + i) * w->index_dim);
     }
 }
 
@@ -53,7 +55,9 @@ INLINE uint8_t encode_e4m3(float x) {
     return sign | (uint8_t)lrintf(fabsf(x) * 512.0f);
 }
 
-typedef struct { int64_t clipped, nonfinite; } counts_t;
+typedef struct {
+    int64_t clipped, nonfinite;
+} counts_t;
 
 static counts_t put(const cache_t *cache, const side_t *side, float scale, int64_t page, int64_t offset, int64_t head,
                     const float *x, int64_t dim) {
@@ -82,7 +86,8 @@ EXPORT void page4_append_kv(const qsa_t *w, const cache_t *cache, const float *p
         if (pages[r] <= 0) continue;
         for (int64_t j = 0; j < w->kv_heads; j++) {
             const float *v = projected + r * w->row_stride + v_offset + j * w->dim;
-            counts_t of_k = put(cache, &cache->k, cache->k_scale, pages[r], offsets[r], j, k + (r * w->kv_heads + j) * w->dim, w->dim);
+            counts_t of_k = put(cache, &cache->k, cache->k_scale, pages[r], offsets[r], j,
+                                k + (r * w->kv_heads + j) * w->dim, w->dim);
             counts_t of_v = put(cache, &cache->v, cache->v_scale, pages[r], offsets[r], j, v, w->dim);
             if (!cache->is_e4m3) continue;
             counters[0] += of_k.clipped, counters[1] += of_k.nonfinite;

@@ -83,7 +83,8 @@ EXPORT int64_t page4_select(const float *index_q, int64_t rows, int64_t heads, i
             for (int64_t i = 0; i < top_k; i++) mine[i] = i < count ? (int32_t)i : -1;
             if (visible[r] <= top_k) continue;
             const int32_t *pages = table->pages + requests[r] * table->row_stride;
-            if (!scores || !score(index_q + r * heads * dim, heads, dim, pooled, page_stride, per_page, pages, visible[r], scores))
+            if (!scores ||
+                !score(index_q + r * heads * dim, heads, dim, pooled, page_stride, per_page, pages, visible[r], scores))
                 bad = r < bad ? r : bad;
             else best(scores, visible[r], top_k, mine);
         }
