@@ -3,7 +3,7 @@
     python benchmarks/select_kernels.py --peers DIR [--json FILE]
 
 bf16 keys, 4 index heads of 128, pages of 16 tokens, 512 blocks a row; CUDA-graph replay, median of 20. Every selection
-is checked against fp32 scores before it is timed. `floor_us` is the larger of two bounds at the ceilings measured on one
+is checked against fp32 scores before it is timed. `floor_us` is the larger of two bounds at ceilings measured on one
 H200 (4.25 TB/s, 790 TFLOP/s): bytes (keys once, scores written and read) and products.
 """
 

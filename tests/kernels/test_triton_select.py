@@ -1,4 +1,4 @@
-"""Selections of the GPU kernels against Python's own sort and float64 scores; the same file on a GPU and interpreted."""
+"""Selections of the GPU kernels against Python's own sort and float64 scores; one file for GPU and interpreter."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_long_rows(top: Callable[..., None], count: int, rng: random.Random) -> 
         assert chosen(top, torch.tensor(rows), visible, 512) == right
 
 
-# --------------------------------------------------------------------------------------------------------- whole selects
+# -------------------------------------------------------------------------------------------------------- whole selects
 
 
 def make_step(

@@ -2,12 +2,12 @@
 
     index_q [R, I, E] x paged keys [P, S / 4, E] --tl.dot--> scores [rows of a chunk, columns] fp32 --> ids [R, K]
 
-Two tile pictures. Wide (prefill): 64 rows x 64 keys, one product per head with the head's queries kept in shared memory,
+Two tile pictures. Wide (prefill): 64 rows x 64 keys, one product per head with its queries kept in shared memory,
 relu and the sum over heads in registers. Narrow (decode, windows): 128 keys x (rows x heads), so that a key is read
 once for all rows of its request. A tile whose rows belong to several requests goes through them one by one, so rows may
 lie in any order; neighbours of one request are merely fastest. Scores are zero or above, or NaN: relu passes NaN on.
 
-The best blocks are found by `cuda/select.cu` where cuda-core is there, else by `_top` below: the 32 bits of the k-th key
+The best blocks are found by `cuda/select.cu` where cuda-core is there, else by `_top`: the 32 bits of the k-th key
 one by one, each by counting the row, so exact for any scores, and slower.
 
 Bound: narrow, the keys' bytes once (64 requests at 32k: 134 MB); wide, 8 bytes a score (written, read) against
