@@ -39,7 +39,7 @@ __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-__device__ __forceinline__ void block_extremes(u32& low, u32& high, Shared& shared) {
+__device__ __forceinline__ void block_extremes(u32 &low, u32 &high, Shared &shared) {
     for (int step = 16; step; step >>= 1) {
         low = min(low, __shfl_xor_sync(ALL, low, step));
         high = max(high, __shfl_xor_sync(ALL, high, step));
@@ -60,7 +60,7 @@ __device__ __forceinline__ void block_extremes(u32& low, u32& high, Shared& shar
 }
 
 // The sum of the counts of all threads before this one.
-__device__ __forceinline__ u32 block_before(u32 count, Shared& shared) {
+__device__ __forceinline__ u32 block_before(u32 count, Shared &shared) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 sum = count;
     for (int step = 1; step < 32; step <<= 1) {
@@ -119,8 +119,8 @@ struct Bins {
 // NaN among its visible scores, which selects nothing. Rows that see at most top_k blocks need no scores.
 // Dynamic shared memory: 8 bytes for every 32 columns, rounded up to THREADS words.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    select_top(const float* __restrict__ scores, i64 columns, const i64* __restrict__ positions, i32 top_k,
-               i32* __restrict__ ids, i32* __restrict__ counts, u8* __restrict__ bad) {
+    select_top(const float *__restrict__ scores, i64 columns, const i64 *__restrict__ positions, i32 top_k,
+               i32 *__restrict__ ids, i32 *__restrict__ counts, u8 *__restrict__ bad) {
     __shared__ Shared shared;
     extern __shared__ u32 words[];
 #if __CUDA_ARCH__ >= 900
@@ -130,13 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     i64 row = blockIdx.x;
     i64 seen = (positions[row] + 1) / 4;
     int visible = (int)(seen < 0 ? 0 : seen > columns ? columns : seen);
-    i32* row_ids = ids + row * top_k;
+    i32 *row_ids = ids + row * top_k;
     if (visible <= top_k) {
         for (int place = tid; place < top_k; place += THREADS) row_ids[place] = place < visible ? place : -1;
         if (tid == 0) counts[row] = visible, bad[row] = 0;
         return;
     }
-    const float* row_scores = scores + row * columns;
+    const float *row_scores = scores + row * columns;
     u32 low = ALL, high = 0;
     bool nan = false;
 #if VALUES > 0
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Bits of what is above the chosen bin; its own members to a list, or where they are one value to bits as well.
     int num_words = (visible + 31) / 32, padded = (num_words + THREADS - 1) / THREADS * THREADS;
-    u32* ties = words + padded;
+    u32 *ties = words + padded;
     if (tid == 0) shared.found[3] = 0;
     for (int word = num_words + tid; word < padded; word += THREADS) words[word] = ties[word] = 0;
     __syncthreads();
