@@ -80,6 +80,18 @@ def counting_bar(what: str) -> Iterator[CountingBar]:
 
 
 @contextmanager
+def byte_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, on a terminal only; the block calls what it gets with every count of bytes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
 def spinner(what: str) -> Iterator[None]:
     """Show `what` on stderr while the block runs, on a terminal only."""
     console = stderr()

@@ -111,9 +111,17 @@ def overlay(
 
     sources = Sources(target_source.value, target_report, draft_report, draft_unit_scale, draft_from_layer)
     folder = models.resolve(base)
-    with console.spinner(f"building {out}"):
+    with console.byte_bar(f"building {out}", weight_bytes(folder)) as on_bytes:
         summary = build_overlay(
-            folder, pack, out, sources, naming=naming.value, copy=copy, force=force, full=full or None
+            folder,
+            pack,
+            out,
+            sources,
+            naming=naming.value,
+            copy=copy,
+            force=force,
+            full=full or None,
+            on_bytes=on_bytes,
         )
     for name in summary.prototypes:
         console.stderr().print(f"page4: note: prototype scale, not calibrated: {name}")
@@ -142,8 +150,8 @@ def verify(
     """Check everything that an overlay claims, without loading it: exit code 1 when anything is wrong."""
     from page4.scales.verify import verify_overlay
 
-    with console.spinner(f"verifying {folder}"):
-        findings = verify_overlay(folder, full=full, root=root)
+    with console.byte_bar(f"verifying {folder}", weight_bytes(folder)) as on_bytes:
+        findings = verify_overlay(folder, full=full, root=root, on_bytes=on_bytes)
     report = {"folder": str(folder), "full": full, **findings.as_object()}
     if json:
         console.print_json(report)
@@ -151,6 +159,14 @@ def verify(
         show(report, findings)
     if findings.faults:
         raise typer.Exit(1)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weight files of a folder, as far as they can be seen; for a bar, so nothing is refused here."""
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.exists())
+    except OSError:
+        return 0
 
 
 def show(report: dict[str, Any], findings: Findings) -> None:
