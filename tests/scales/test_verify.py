@@ -205,7 +205,7 @@ def test_a_prototype_is_a_note(world: World) -> None:
 
 
 def test_whole_hashes_report_their_bytes(built: World) -> None:
-    """Every byte of the recorded shards, once each, by verify, by an overlay that records them and by one that copies."""
+    """Every byte of the recorded shards once: by verify, by an overlay that records them, by one that copies."""
     total = sum((built.base / name).stat().st_size for name in SHARDS)
     seen: list[int] = []
     assert not verify_overlay(built.overlay, full=True, on_bytes=seen.append).faults
