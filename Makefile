@@ -9,7 +9,7 @@ C_SOURCES := $(wildcard src/page4/kernels/cpu/*.[ch] src/page4/kernels/cuda/*.cu
 .PHONY: help demo test lint
 
 help:
-	@echo "make demo   set up $(VENV) and run the embedded checkpoint with and without MTP"
+	@echo "make demo   set up $(VENV), calibrate the embedded checkpoint and run it over E4M3 K/V with MTP"
 	@echo "make test   set up $(VENV) and run the tests"
 	@echo "make lint   set up $(VENV) and run ruff, clang-format, mypy and import-linter"
 

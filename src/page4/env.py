@@ -69,6 +69,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PAGE4_PLAN_REPOINT", "1", "0 or 1", _parse_switch,
              "point the padding entries of a grouped plan at the group's first real block",
              ("VLLM_SM70_QSA_GROUPED_PAD_FIX",)),
+    Variable("PAGE4_E4M3_MTP", "0", "0 or 1", _parse_switch,
+             "admit MTP over E4M3 K/V without a qualification", ("VLLM_QWEN4EXP_QSA_E4M3_MTP",)),
     Variable("PAGE4_THREADS", "auto", "auto or a count from 1 to 1024", _parse_threads,
              "CPU threads that torch may use"),
 )  # fmt: skip
@@ -81,7 +83,7 @@ def get(name: Literal["KERNELS"]) -> str: ...
 @overload
 def get(name: Literal["POISON", "THREADS"]) -> int | None: ...
 @overload
-def get(name: Literal["GROUPED", "PLAN_REPOINT"]) -> bool: ...
+def get(name: Literal["GROUPED", "PLAN_REPOINT", "E4M3_MTP"]) -> bool: ...
 def get(name: str) -> object:
     """The value of PAGE4_<name>, from the process environment, an alias or the default.
 

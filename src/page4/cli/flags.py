@@ -116,7 +116,7 @@ DraftKV = Annotated[
     option(
         "--draft-kv-dtype",
         metavar="TYPE",
-        help="Keys and values of the draft layer, when they differ from --kv-cache-dtype.",
+        help="Keys and values of the draft layer, when not as --kv-cache-dtype; auto keeps them as --dtype.",
         panel=LANE,
     ),
 ]
@@ -125,6 +125,18 @@ UnitScales = Annotated[
     option(
         "--allow-unit-scales", help="Run E4M3 at scale 1.0 where the checkpoint has no calibrated scales.", panel=LANE
     ),
+]
+PrototypeScales = Annotated[
+    bool,
+    option(
+        "--allow-prototype-scales",
+        help="Run with draft scales that nobody measured (marked prototype: in the overlay).",
+        panel=LANE,
+    ),
+]
+E4M3MTP = Annotated[
+    bool,
+    option("--e4m3-mtp", help="Admit drafts over E4M3 K/V, a lane that holds no qualification yet.", panel=LANE),
 ]
 Speculative = Annotated[
     str | None,

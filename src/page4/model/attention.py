@@ -59,19 +59,34 @@ class Queries:
         return cls(torch.cat([part.q for part in parts]), torch.cat([part.gate for part in parts]), joined)
 
 
-# Sees (layer, k [R, J, D], v [R, J, D]) as the cache is about to store them: K after norm and RoPE, in the model's
-# dtype. It must not keep or change them.
-KvObserver = Callable[[int, Tensor, Tensor], None]
+# Sees (layer, k [R, J, D], v [R, J, D], rows) as the cache is about to store them: K after norm and RoPE, in the
+# model's dtype. It must not keep or change them.
+KvObserver = Callable[[int, Tensor, Tensor, Rows], None]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention of a layer, as it came out: heads [R, H, D], and what it was computed from but for the cache."""
+
+    layer: int
+    queries: Queries
+    selection: Selection
+    rows: Rows
+    heads: Tensor
+
+
+AttentionObserver = Callable[[Attended], None]
 
 
 class Qsa:
-    """One layer; `layer` is its index in the arena. `observer` is for calibration, None otherwise."""
+    """One layer; `layer` is its index in the arena. The observers are for tools that measure, None otherwise."""
 
     def __init__(self, weights: QsaWeights, geometry: Geometry, rope: Rope, layer: int) -> None:
         self.layer, self.rope, self.eps = layer, rope, geometry.rms_norm_eps
         self.heads, self.kv_heads, self.dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.index = geometry.index
         self.observer: KvObserver | None = None
+        self.attention_observer: AttentionObserver | None = None
         self.split = weights.split
         self.in_proj = Linear(weights.in_proj, weights.in_bias)
         self.o_proj = Linear(weights.o_proj, weights.o_bias)
@@ -134,7 +149,7 @@ class Qsa:
         qk = rotate_(rms_norm(torch.cat((q, k), 1), self.qk_norm, self.eps), *cos_sin)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         if self.observer is not None:
-            self.observer(self.layer, k, v)
+            self.observer(self.layer, k, v, segment.rows)
         nonfinite = append_kv(layer_kv, k, v, segment.rows)
         index = index.view(-1, self.index.num_heads + 1, self.index.head_dim)
         pooled, ring = arena.pooled(self.layer), arena.ring(self.layer)
@@ -157,7 +172,7 @@ class Qsa:
         q, k, index_q = kernel.queries(projected, *cos_sin, score=score)
         if self.observer is not None:
             v = projected[:, sum(self.split[:2]) : sum(self.split[:3])]
-            self.observer(self.layer, k, v.view(-1, self.kv_heads, self.dim))
+            self.observer(self.layer, k, v.view(-1, self.kv_heads, self.dim), rows)
         sides = (layer_kv.k_scale, layer_kv.v_scale)
         scales = (1.0 if sides[0] is None else sides[0].value, 1.0 if sides[1] is None else sides[1].value)
         caches, places = (layer_kv.k, layer_kv.v), kv_places(rows, layer_kv.page_tokens)[:2]
@@ -178,6 +193,8 @@ class Qsa:
         else:
             selection = extend(*reuse, rows.positions)
         heads = attend(queries.q, arena.layer_kv(self.layer), selection, rows, gate=queries.gate)
+        if self.attention_observer is not None:
+            self.attention_observer(Attended(self.layer, queries, selection, rows, heads))
         return self.o_proj(heads.flatten(1)), selection
 
     def _index_keys(self, mean_keys: Tensor, first_positions: Tensor) -> Tensor:
