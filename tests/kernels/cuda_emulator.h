@@ -16,7 +16,7 @@
 #define __device__
 #define __shared__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct uint2 {
     uint32_t x, y;

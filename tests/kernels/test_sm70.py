@@ -218,6 +218,29 @@ def test_splits_of_every_size(
     check(case, run(case, route, device, split_steps=split_steps))
 
 
+def test_splits_of_more_tiles_than_a_block_has(device: torch.device, route: str, seed: int) -> None:
+    """31 query heads of 8 rows: two blocks of eight warps for each split."""
+    case = step(seed, device, 31, 1, 64, kv_dtype=torch.uint8, spans=[(50, 9)], top_k=12)
+    check(case, run(case, route, device, split_steps=1))
+
+
+def test_more_rows_than_one_launch_takes(device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = step(seed, device, 6, 1, 64, kv_dtype=torch.uint8, spans=SPANS, top_k=6)
+    gate = torch.randn(case.q.shape).half()
+    whole = run(case, "xqa", device, split_steps=1, gate=gate)
+    monkeypatch.setattr(sm70, "XQA_ROWS", 4)
+    found = run(case, "xqa", device, split_steps=1, gate=gate)
+    check(case, found, gate)
+    assert same(found, whole)
+
+
+def test_the_log_sum_is_written_on_request_only(device: torch.device, route: str, seed: int) -> None:
+    case = step(seed, device, 6, 1, 64, kv_dtype=torch.uint8, spans=SPANS, top_k=6)
+    for split_steps in (None, 1):
+        found = run(case, route, device, split_steps=split_steps, want_lse=False)
+        assert torch.equal(found.out, run(case, route, device, split_steps=split_steps).out)
+
+
 @pytest.mark.parametrize("group_rows", [1, 2, 4, 7])
 def test_groups_of_fewer_rows(device: torch.device, seed: int, group_rows: int) -> None:
     for heads in (3, 12):

@@ -66,7 +66,7 @@ def capability(device: torch.device | int | None = None) -> tuple[int, int]:
 
 
 def device() -> torch.device:
-    """torch's current CUDA device."""
+    """The current CUDA device of torch."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
@@ -80,7 +80,7 @@ def current_device() -> int:
 
 
 def stream_handle(device: torch.device | int | None = None) -> int:
-    """torch's current stream of a device, as the driver knows it."""
+    """The current stream of torch on a device, as the driver knows it."""
     import torch
 
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -164,7 +164,7 @@ def launch(
 
 @functools.cache
 def _stream(device: int, handle: int) -> Any:
-    """torch's stream as cuda-core takes one; torch's streams live as long as the process."""
+    """A stream of torch as cuda-core takes one; only named by its handle, never owned."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)

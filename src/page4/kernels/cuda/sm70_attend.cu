@@ -41,11 +41,9 @@ extern "C" __global__ void page4_sm70_abi(i32 *facts) {
     if (threadIdx.x < 8) facts[threadIdx.x] = values[threadIdx.x];
 }
 
-// `COUNT` channels as fp16 pairs, zeros without a load where `wanted` is false.
-template <i32 COUNT>
-__device__ __forceinline__ void load_channels(const u8 *from, bool wanted, u32 (&pairs)[COUNT / 2]) {
-    constexpr i32 WORDS = COUNT * ELEMENT_BYTES / 4;
-    u32 words[WORDS];
+// Channels as they lie in memory, zeros without a load where `wanted` is false.
+template <i32 WORDS>
+__device__ __forceinline__ void load_words(const u8 *from, bool wanted, u32 (&words)[WORDS]) {
     if constexpr (WORDS == 4) {
         const uint4 x = wanted ? __ldg((const uint4 *)from) : make_uint4(0, 0, 0, 0);
         words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
@@ -53,6 +51,11 @@ __device__ __forceinline__ void load_channels(const u8 *from, bool wanted, u32 (
         const uint2 x = wanted ? __ldg((const uint2 *)from) : make_uint2(0, 0);
         words[0] = x.x, words[1] = x.y;
     }
+}
+
+// The same channels as fp16 pairs.
+template <i32 WORDS>
+__device__ __forceinline__ void to_pairs(const u32 (&words)[WORDS], u32 (&pairs)[WORDS * 2 / ELEMENT_BYTES]) {
 #pragma unroll
     for (i32 i = 0; i < WORDS; i++)
         if constexpr (E4M3) e4m3_decode_raw(words[i], pairs[2 * i], pairs[2 * i + 1]);
@@ -81,7 +84,7 @@ struct Entry {
 // xqa: blocks [R, width] is the rows' table, begins [R] their lengths, places is 1, the rest null.
 // Strides are in elements; split s has the steps s * split_steps .. of its group or row. Without splits `out` and `lse`
 // are written, gate included; with them `part_out` [splits, R, H, D] (fp32 for E4M3, else fp16) and `part_lse`.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     page4_sm70_attend(const u16 *q, i64 q_row, i64 q_head, const u8 *k, i64 k_page, i64 k_token, i64 k_head,
                       const u8 *v, i64 v_page, i64 v_token, i64 v_head, const float *k_scale, const float *v_scale,
                       float softmax_scale, const i32 *rows, const i32 *begins, const i32 *ends, const i32 *blocks,
@@ -156,6 +159,18 @@ extern "C" __global__ void __launch_bounds__(256)
         const i64 v_offset = (page * v_page + slot * v_token) * ELEMENT_BYTES;
         const u8 *const k_row = k + (page * k_page + slot * k_token) * ELEMENT_BYTES;
 
+        // V of one entry, loaded while the one before it is multiplied, the first one behind Q K^T.
+        u32 ahead[V_LOADS][V_VECTOR * ELEMENT_BYTES / 4];
+        const auto owner_of = [](i32 e) { return (e >> 1) * 4 + (e & 1) * 16; };  // first lane of the entry's tokens
+        const auto load_values = [&](i32 e) {
+            const bool wanted = !ZERO_UNATTENDED || alive_lanes >> (owner_of(e) + low) & 1;
+            const i64 offset = __shfl_sync(~0u, v_offset, owner_of(e) + low);
+            const u8 *const v_row = v + offset + (quad_pair * CHANNELS + high * V_VECTOR) * ELEMENT_BYTES;
+#pragma unroll
+            for (i32 g = 0; g < V_LOADS; g++) load_words(v_row + 2 * V_VECTOR * g * ELEMENT_BYTES, wanted, ahead[g]);
+        };
+        load_values(0);
+
         float s[M_TILES][8];
 #pragma unroll
         for (i32 m = 0; m < M_TILES; m++)
@@ -163,8 +178,9 @@ extern "C" __global__ void __launch_bounds__(256)
             for (i32 i = 0; i < 8; i++) s[m][i] = 0.0f;
 #pragma unroll 4
         for (i32 c = 0; c < HEAD_DIM; c += K_VECTOR) {
-            u32 keys[K_VECTOR / 2];
-            load_channels<K_VECTOR>(k_row + c * ELEMENT_BYTES, alive || !ZERO_UNATTENDED, keys);
+            u32 words[4], keys[K_VECTOR / 2];
+            load_words(k_row + c * ELEMENT_BYTES, alive || !ZERO_UNATTENDED, words);
+            to_pairs(words, keys);
 #pragma unroll
             for (i32 m = 0; m < M_TILES; m++)
 #pragma unroll
@@ -218,15 +234,11 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #pragma unroll 1
         for (i32 e = 0; e < ENTRIES; e++) {
-            const i32 owner = (e >> 1) * 4 + (e & 1) * 16;  // the first of the four lanes that own the entry's tokens
-            if (ZERO_UNATTENDED && !(alive_lanes >> owner & 15)) continue;
-            const bool wanted = !ZERO_UNATTENDED || alive_lanes >> (owner + low) & 1;
-            const i64 offset = __shfl_sync(~0u, v_offset, owner + low);
-            const u8 *const v_row = v + offset + (quad_pair * CHANNELS + high * V_VECTOR) * ELEMENT_BYTES;
             u32 values[V_LOADS][V_VECTOR / 2];
 #pragma unroll
-            for (i32 g = 0; g < V_LOADS; g++)
-                load_channels<V_VECTOR>(v_row + 2 * V_VECTOR * g * ELEMENT_BYTES, wanted, values[g]);
+            for (i32 g = 0; g < V_LOADS; g++) to_pairs(ahead[g], values[g]);
+            if (e + 1 < ENTRIES) load_values(e + 1);
+            if (ZERO_UNATTENDED && !(alive_lanes >> owner_of(e) & 15)) continue;
 #pragma unroll
             for (i32 m = 0; m < M_TILES; m++) {
                 const uint2 a = *(const uint2 *)(p_tile + (8 * m + low + 4 * high) * P_STRIDE + 4 * e);
