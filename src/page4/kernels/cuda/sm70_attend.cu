@@ -6,14 +6,15 @@
 //     Q [16, D] fp16 in shared memory      lane <-> token: each lane reads the K row of its own token, 16 bytes at once
 //     S [16, 32] = Q K^T                   a quad-pair has 8 tokens, so the four of a warp have the step's 32
 //     P [16, 32] through shared memory     softmax with a running maximum, base 2
-//     O [16, D] += P V                     a quad-pair has D / 4 channels of all tokens; the O rows lie like the S rows
+//     O [16, D] += P V                     a quad-pair has D / 4 channels of all tokens, so that a load takes 8 lanes'
+//                                          neighbouring vectors of each token; the O rows lie like the S rows
 //
 // K and V go from memory to registers and there into the products: no other warp sees them, nothing of them lies in
-// shared memory, so no late copy can undo the zeroing of tokens that no row of the tile attends to - their loads are not
+// shared memory, so no late copy can undo the zeroing of tokens that no row of the tile attends to: their loads are not
 // made at all. Warps share nothing but the cache lines that they read.
 //
 // Bound: matrix operations for grouped (4 * 16 * 32 * D a step), bytes of K and V for xqa. Fraction of it on a V100:
-// not measured, no V100 was at hand. Its compute_70 PTX passes tests/kernels/test_sm70.py on an H200 (2026-12-01).
+// not measured, no V100 was at hand.
 //
 // Specialised by HEAD_DIM (64, 128, 256), E4M3, GROUPED, M_TILES (1: tiles of 8 rows, 2: of 16), ZERO_UNATTENDED.
 #include "e4m3.cuh"
@@ -31,7 +32,7 @@ constexpr i32 Q_STRIDE = HEAD_DIM + 8;  // 16 bytes more: the eight rows that la
 constexpr i32 P_STRIDE = 4 * ENTRIES + 8;
 constexpr i32 WARP_HALVES = TILE * (Q_STRIDE + P_STRIDE);
 constexpr i32 CHANNELS = HEAD_DIM / 4;  // of O that a quad-pair owns
-// Channels that a lane loads at once; two lanes of a token share a quad-pair's.
+// Channels that a lane loads at once; the eight lanes of a token, two of each quad-pair, load neighbouring ones.
 constexpr i32 K_VECTOR = 16 / ELEMENT_BYTES;
 constexpr i32 V_VECTOR = K_VECTOR < CHANNELS / 2 ? K_VECTOR : CHANNELS / 2;
 constexpr i32 V_LOADS = CHANNELS / 2 / V_VECTOR;
@@ -165,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         const auto load_values = [&](i32 e) {
             const bool wanted = !ZERO_UNATTENDED || alive_lanes >> (owner_of(e) + low) & 1;
             const i64 offset = __shfl_sync(~0u, v_offset, owner_of(e) + low);
-            const u8 *const v_row = v + offset + (quad_pair * CHANNELS + high * V_VECTOR) * ELEMENT_BYTES;
+            const u8 *const v_row = v + offset + (2 * quad_pair + high) * V_VECTOR * ELEMENT_BYTES;
 #pragma unroll
-            for (i32 g = 0; g < V_LOADS; g++) load_words(v_row + 2 * V_VECTOR * g * ELEMENT_BYTES, wanted, ahead[g]);
+            for (i32 g = 0; g < V_LOADS; g++) load_words(v_row + 8 * V_VECTOR * g * ELEMENT_BYTES, wanted, ahead[g]);
         };
         load_values(0);
 
@@ -274,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             for (i32 n = 0; n < CHANNELS / 8; n++)
 #pragma unroll
                 for (i32 j = 0; j < 2; j++) {
-                    // Column 4 * j + (lane & 2) of piece n: two lanes of a token loaded V_VECTOR channels each.
-                    const i32 channel = quad_pair * CHANNELS + n / (V_VECTOR / 4) * 2 * V_VECTOR + V_VECTOR * j +
+                    // Column 4 * j + (lane & 2) of piece n: the two lanes of a token loaded V_VECTOR channels each.
+                    const i32 channel = n / (V_VECTOR / 4) * 8 * V_VECTOR + (2 * quad_pair + j) * V_VECTOR +
                                         n % (V_VECTOR / 4) * 4 + (lane & 2);
                     float2 x = make_float2(o[m][n][4 * j + 2 * u] * inverse, o[m][n][4 * j + 2 * u + 1] * inverse);
                     if (splits > 1 && E4M3) {
