@@ -8,6 +8,7 @@ request (`ledger`), never by row, so a request that left meanwhile gets nothing.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,9 +33,12 @@ from page4.engine.sampling import Logprobs, logprobs
 from page4.engine.scheduler import Scheduler, StepPlan, Work
 from page4.engine.tokenizer import Tokenizer
 from page4.engine.verifying import Asked, Verified, gives_token, verify
+from page4.engine.watchdog import WatchdogEvent
 from page4.errors import KernelError, UsageError, message
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.decoder import Model
+
+_LOG = logging.getLogger("page4")
 
 
 @dataclass(frozen=True)
@@ -304,9 +308,19 @@ class EngineCore:
         if work.is_window:
             self.metrics.count_window(work.num_drafts, len(verified.tokens) - 1)
             self.metrics.decode_tokens += len(delta.token_ids)
+            self._watch(request, work.num_drafts, len(verified.tokens) - 1)
         if delta.finish_reason is not None:
             self._forget(request, delta.finish_reason)
         return delta
+
+    def _watch(self, request: Request, drafted: int, accepted: int) -> None:
+        """Draft no more for a request whose windows look wrong, and say so."""
+        signature = request.watchdog.observe(drafted, accepted, request.token_ids)
+        if signature is not None:
+            request.drafts_off = True
+            event = WatchdogEvent(request.request_id, request.index, signature, request.num_tokens)
+            self.metrics.watchdog_events.append(event)
+            _LOG.warning("request %s: %s; it goes on without drafts", request.request_id, signature)
 
     def _catch_up(self, work: Work, taken: int, first_row: int) -> CatchUp | None:
         """What the draft head has to see of this step; None when it will not be needed again."""

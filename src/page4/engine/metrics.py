@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from page4.cache.storage import Arena
+from page4.engine.watchdog import WatchdogEvent
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class EngineMetrics:
     without the first one of each request; a step with both kinds of rows gives each its share of the seconds by rows.
     drafted counts drafts that a window verified, accepted those that the target took; accepted_per_position and
     drafted_per_position have an entry a draft position. routes: attention calls by route. kv: see `KVCounts`.
+    watchdog_events: requests that went on without drafts, see `watchdog`.
     """
 
     prefill_tokens: int = 0
@@ -61,6 +63,7 @@ class EngineMetrics:
     failed_steps: int = 0
     routes: Counter[str] = field(default_factory=Counter)
     kv: tuple[KVCounts, ...] = ()
+    watchdog_events: list[WatchdogEvent] = field(default_factory=list)
 
     def count_window(self, drafted: int, accepted: int) -> None:
         """One verified window; a window without drafts says nothing about acceptance."""

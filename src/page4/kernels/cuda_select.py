@@ -1,6 +1,6 @@
 """The best blocks of each row by `cuda/select.cu`, exact and in one pass over the scores; scoring is `triton_select`'s.
 
-One thread block a row. How many threads, and how many scores each holds in registers, follows from the longest row.
+One thread block a row. How many threads, and whether shared memory keeps the row, follows from the longest row.
 """
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 from page4.kernels import cuda, cuda_build, nvrtc, triton_select
 
 SOURCE, NAME = "select.cu", "select_top"
-# (columns up to, threads, scores a thread in registers): the last reads its scores from memory in every pass.
-VARIANTS = ((4096, 512, 8), (8192, 512, 16), (16384, 1024, 16), (32768, 1024, 32), (1 << 24, 1024, 0))
+# (columns up to, threads, whether the row is kept in shared memory).
+VARIANTS = ((8192, 512, 1), (32768, 1024, 1), (1 << 24, 1024, 0))
+# What a block may ask for on every device of 7.0 and newer but 7.5, which has 64 KiB.
+STATIC_BYTES = 12 << 10
 
 
 def refusal(capability: tuple[int, int] | None) -> str | None:
@@ -25,37 +27,38 @@ def arch_of(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def variant(columns: int) -> tuple[int, int]:
-    """Threads, and scores a thread in registers, for rows of `columns` scores."""
-    return next((threads, values) for limit, threads, values in VARIANTS if columns <= limit)
+def variant(columns: int, capability: tuple[int, int]) -> tuple[int, int]:
+    """Threads, and 1 when the row is kept in shared memory, for rows of `columns` scores."""
+    threads, keep = next((threads, keep) for limit, threads, keep in VARIANTS if columns <= limit)
+    small = (64 << 10) if tuple(capability) == (7, 5) else (96 << 10) if capability[0] < 9 else (200 << 10)
+    return threads, int(keep and shared_bytes(columns, threads, 1) <= small)
 
 
-def shared_bytes(columns: int, threads: int) -> int:
-    """Dynamic shared memory: two words for every 32 columns, for whole rounds of the threads."""
-    words = -(-columns // 32)
-    return 8 * (-(-words // threads) * threads)
+def shared_bytes(columns: int, threads: int, keep: int) -> int:
+    """Dynamic shared memory: the row when it is kept, and two bytes for every quad of whole rounds of the threads."""
+    words = -(-columns // (16 * threads)) * threads
+    return 4 * columns * keep + 8 * words
 
 
 def build(max_columns: int, capability: tuple[int, int]) -> None:
     """Compiles every variant that rows of up to `max_columns` scores can reach, for warm-up."""
-    for columns, threads, values in VARIANTS:
-        cuda_build.compile(SOURCE, arch=arch_of(capability), defines={"THREADS": threads, "VALUES": values})
-        if columns >= max_columns:
-            return
+    limits = [limit for limit, _, _ in VARIANTS if limit < max_columns]
+    for threads, keep in dict.fromkeys(variant(columns, capability) for columns in (1, *limits, max_columns)):
+        cuda_build.compile(SOURCE, arch=arch_of(capability), defines={"THREADS": threads, "KEEP": keep})
 
 
 def top_blocks(scores: Tensor, positions: Tensor, top_k: int, ids: Tensor, counts: Tensor, bad: Tensor) -> None:
     """As `triton_select.top_blocks`."""
     rows, columns = scores.shape
     capability = cuda.capability(scores.device)
-    threads, values = variant(columns)
-    kernel = cuda.function(SOURCE, NAME, arch=arch_of(capability), defines={"THREADS": threads, "VALUES": values})
+    threads, keep = variant(columns, capability)
+    kernel = cuda.function(SOURCE, NAME, arch=arch_of(capability), defines={"THREADS": threads, "KEEP": keep})
     cuda.launch(
         kernel,
         (rows,),
         (threads,),
         (scores, columns, positions, top_k, ids, counts, bad),
-        shared_bytes=shared_bytes(columns, threads),
+        shared_bytes=shared_bytes(columns, threads, keep),
         dependent=capability >= (9, 0),
     )
 

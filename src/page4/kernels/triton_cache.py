@@ -39,13 +39,18 @@ def refusal(
 
 
 @jit
-def e4m3_of(x, scale):
-    """(byte, |x / scale|) of fp32 x: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
+def e4m3_of(raw, scale):
+    """(byte, |x / scale|) of 16 or 32 bits: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
 
     By the bits, so that every device and the interpreter agree: below 2^-6 an E4M3 value counts steps of 2^-9, which
     is what fp32 leaves of a sum with 2^14; above, the mantissa is rounded at bit 20 and a carry is the next exponent.
     """
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    # The sign of a NaN does not survive its conversion to fp32.
+    if raw.dtype.primitive_bitwidth == 16:
+        sign = (raw.to(tl.int16, bitcast=True).to(tl.int32) >> 8) & 0x80
+    else:
+        sign = (raw.to(tl.int32, bitcast=True) >> 24) & 0x80
+    x = raw.to(tl.float32)
     size = tl.abs(tl.div_rn(x, scale))
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -59,7 +64,7 @@ def _put_side(x, cache, scale, counters, at, mask, E4M3: tl.constexpr):
     """Writes one side of a row and returns how many of its inputs were not finite."""
     wrong = 0
     if E4M3:
-        byte, size = e4m3_of(x.to(tl.float32), tl.load(scale))
+        byte, size = e4m3_of(x, tl.load(scale))
         finite = tl.abs(x.to(tl.float32)) < float("inf")
         wrong = tl.sum((mask & (finite == 0)).to(tl.int32))
         clipped = tl.sum((mask & finite & (size > 448.0)).to(tl.int32))

@@ -2,13 +2,13 @@
 
     index_q [R, I, E] x paged keys [P, S / 4, E] --tl.dot--> scores [rows of a chunk, columns] fp32 --> ids [R, K]
 
-Two tile pictures. Wide (prefill): 64 rows x 64 keys, one product per head with its queries kept in shared memory,
-relu and the sum over heads in registers. Narrow (decode, windows): 128 keys x (rows x heads), so that a key is read
-once for all rows of its request. A tile whose rows belong to several requests goes through them one by one, so rows may
-lie in any order; neighbours of one request are merely fastest. Scores are zero or above, or NaN: relu passes NaN on.
+A tile is keys x (heads x rows): a block's key is read once for all rows of the tile, one product serves all heads, relu
+and the sum over heads stay in registers. 64 keys x 64 rows in prefill, 64 keys x the rows of one request in decode and
+windows. A tile whose rows belong to several requests goes through them one by one, so rows may lie in any order;
+neighbours of one request are merely fastest. Scores are zero or above, or NaN: relu passes NaN on.
 
-The best blocks are found by `cuda/select.cu` where cuda-core is there, else by `_top`: the 32 bits of the k-th key
-one by one, each by counting the row, so exact for any scores, and slower.
+The best blocks are found by `cuda/select.cu` where cuda-core is there, else by `_top` below: the 32 bits of the k-th
+key one by one, each by counting the row, so exact for any scores, and slower.
 
 Bound: narrow, the keys' bytes once (64 requests at 32k: 134 MB); wide, 8 bytes a score (written, read) against
 2 * I * E operations a score.
@@ -27,10 +27,10 @@ BLOCK = 4
 WORKSPACE_BYTES = 64 << 20
 # Windows of at most this many rows are scored narrow.
 NARROW_ROWS = 8
-WIDE_ROWS, WIDE_KEYS, WIDE_RUN, WIDE_WARPS, WIDE_STAGES = 64, 64, 8, 4, 3
-NARROW_KEYS, NARROW_PROGRAMS, NARROW_WARPS, NARROW_STAGES = 128, 4096, 4, 2
-# (rows, keys, warps, stages) and (keys, warps, stages) where products go without tensor cores; larger tiles spill.
-PLAIN_WIDE, PLAIN_NARROW = (16, 32, 8, 1), (32, 4, 1)
+WIDE_ROWS = 64
+# Keys of a tile, warps, stages, and for the wide one programs.
+WIDE, NARROW = (64, 4, 3, 528), (64, 2, 3)
+NARROW_PROGRAMS = 2112
 TOP_CHUNK = 1024
 # A mask of the visible blocks is counted in int32 and a score's column in 32 bits.
 MAX_BLOCKS = 1 << 24
@@ -73,88 +73,14 @@ def workspace_bytes(rows: int, max_visible_bound: int) -> int:
 
 @jit
 def _relu_dot(a, b, UPCAST: tl.constexpr):
-    """UPCAST: for the interpreter, which multiplies the bits of bfloat16."""
+    """relu(a . b). UPCAST: for the interpreter, which multiplies the bits of bfloat16."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.maximum(tl.dot(a, b, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@jit(vary=("rows", "table_row"))
-def _score_wide(
-    index_q,
-    pooled,
-    table,
-    requests,
-    positions,
-    scores,
-    rows,
-    columns: "i64",
-    table_row: "i64",
-    q_row: "i64",
-    q_head: "i64",
-    page_stride: "i64",
-    place_stride: "i64",
-    top_k: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    RUN: tl.constexpr,
-    ROOT: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    seen = (tl.load(positions + row, mask=row < rows, other=-1) + 1) // 4
-    seen = tl.minimum(tl.maximum(seen, 0), columns).to(tl.int32)
-    request = tl.load(requests + row, mask=row < rows, other=0).to(tl.int32)
-    scored = seen > top_k
-    channel = tl.arange(0, DIM_PAD)
-    q_mask = scored[:, None] & (channel < DIM)[None, :]
-    q_at = index_q + row[:, None] * q_row + channel[None, :]
-    # The queries of four heads stay on the chip; those of more heads are read again for every tile of keys.
-    q0 = tl.load(q_at, mask=q_mask, other=0.0)
-    q1, q2, q3 = q0, q0, q0
-    if HEADS > 1:
-        q1 = tl.load(q_at + q_head, mask=q_mask, other=0.0)
-    if HEADS > 2:
-        q2 = tl.load(q_at + 2 * q_head, mask=q_mask, other=0.0)
-    if HEADS > 3:
-        q3 = tl.load(q_at + 3 * q_head, mask=q_mask, other=0.0)
-    begin = tl.program_id(1) * (RUN * KEYS)
-    least = tl.min(tl.where(scored, request, 2147483647))
-    most = tl.max(tl.where(scored, request, -1))
-    for owner in range(least, most + 1):
-        mine = scored & (request == owner)
-        end = tl.minimum(tl.max(tl.where(mine, seen, 0)), begin + RUN * KEYS)
-        for first in range(begin, end, KEYS):
-            block = first + tl.arange(0, KEYS)
-            there = block < end
-            page = tl.load(table + owner * table_row + block // PER_PAGE, mask=there, other=0)
-            at = page.to(tl.int64) * page_stride + (block % PER_PAGE) * place_stride
-            keys = tl.load(
-                pooled + at[:, None] + channel[None, :],
-                mask=there[:, None] & (channel < DIM)[None, :],
-                other=0.0,
-            )
-            keys = tl.trans(keys)
-            total = _relu_dot(q0, keys, UPCAST)
-            if HEADS > 1:
-                total += _relu_dot(q1, keys, UPCAST)
-            if HEADS > 2:
-                total += _relu_dot(q2, keys, UPCAST)
-            if HEADS > 3:
-                total += _relu_dot(q3, keys, UPCAST)
-            for head in tl.static_range(4, HEADS):
-                q = tl.load(q_at + head * q_head, mask=q_mask, other=0.0)
-                total += _relu_dot(q, keys, UPCAST)
-            out = scores + row[:, None] * columns + block[None, :]
-            tl.store(out, tl.div_rn(total, ROOT), mask=mine[:, None] & (block[None, :] < seen[:, None]))
-
-
 @jit(vary=("rows", "table_row", "programs"))
-def _score_narrow(
+def _score(
     index_q,
     pooled,
     table,
@@ -178,7 +104,7 @@ def _score_narrow(
     WINDOW: tl.constexpr,
     WINDOW_PAD: tl.constexpr,
     KEYS: tl.constexpr,
-    ROOT: tl.constexpr,
+    SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     place = tl.arange(0, WINDOW_PAD)
@@ -189,15 +115,13 @@ def _score_narrow(
     request = tl.load(requests + row, mask=inside, other=0).to(tl.int32)
     scored = seen > top_k
     channel = tl.arange(0, DIM_PAD)
-    query = tl.arange(0, WINDOW_PAD * HEADS_PAD)
-    q_place, head = query // HEADS_PAD, query % HEADS_PAD
+    # Heads apart, rows together: in a tensor core's result the heads of a row then lie in one thread.
+    query = tl.arange(0, HEADS_PAD * WINDOW_PAD)
+    head, q_place = query // WINDOW_PAD, query % WINDOW_PAD
     q_line = tl.program_id(0).to(tl.int64) * WINDOW + q_place
     q_there = (q_place < WINDOW) & (q_line < rows) & (head < HEADS)
-    q = tl.load(
-        index_q + q_line[None, :] * q_row + head[None, :] * q_head + channel[:, None],
-        mask=q_there[None, :] & (channel < DIM)[:, None],
-        other=0.0,
-    )
+    q_at = index_q + q_line[:, None] * q_row + head[:, None] * q_head + channel[None, :]
+    q = tl.trans(tl.load(q_at, mask=q_there[:, None] & (channel < DIM)[None, :], other=0.0))
     least = tl.min(tl.where(scored, request, 2147483647))
     most = tl.max(tl.where(scored, request, -1))
     for owner in range(least, most + 1):
@@ -208,15 +132,13 @@ def _score_narrow(
             there = block < end
             page = tl.load(table + owner * table_row + block // PER_PAGE, mask=there, other=0)
             at = page.to(tl.int64) * page_stride + (block % PER_PAGE) * place_stride
-            keys = tl.load(
-                pooled + at[:, None] + channel[None, :],
-                mask=there[:, None] & (channel < DIM)[None, :],
-                other=0.0,
-            )
+            key_at = pooled + at[:, None] + channel[None, :]
+            keys = tl.load(key_at, mask=there[:, None] & (channel < DIM)[None, :], other=0.0)
             dots = _relu_dot(keys, q, UPCAST)
-            total = tl.sum(tl.reshape(dots, (KEYS, WINDOW_PAD, HEADS_PAD)), 2)
+            total = tl.sum(tl.reshape(dots, (KEYS, HEADS_PAD, WINDOW_PAD)), 1)
+            # Columns at and after a row's last block are scratch; there are whole tiles of them.
             out = scores + row[None, :] * columns + block[:, None]
-            tl.store(out, tl.div_rn(total, ROOT), mask=mine[None, :] & (block[:, None] < seen[None, :]))
+            tl.store(out, total * SCALE, mask=mine[None, :] & there[:, None])
 
 
 @jit
@@ -283,26 +205,39 @@ def scores_of(
     `select_blocks`.
     """
     rows, heads, dim = index_q.shape
-    columns, per_page = scores.shape[1], pooled.shape[1]
-    places = (index_q, pooled, block_table, requests, positions, scores, rows, columns, block_table.stride(0))
-    strides = (index_q.stride(0), index_q.stride(1), pooled.stride(0), pooled.stride(1))
-    sizes = {"top_k": top_k, "PER_PAGE": per_page, "HEADS": heads, "DIM": dim, "ROOT": math.sqrt(dim)}
-    sizes["UPCAST"] = triton_env.interpreted()
-    sizes["DIM_PAD"] = max(16, next_power_of_2(dim))
-    plain = _is_plain(index_q)
+    columns = scores.shape[1]
+    tile, keys, warps, stages, most_programs = tiling(window, _is_plain(index_q))
+    tiles, runs, heads_pad = -(-rows // tile), -(-columns // keys), next_power_of_2(heads)
+    programs = min(runs, max(1, most_programs // tiles))
+    _score[(tiles, programs)](
+        *(index_q, pooled, block_table, requests, positions, scores, rows, columns, block_table.stride(0)),
+        *(index_q.stride(0), index_q.stride(1), pooled.stride(0), pooled.stride(1), programs),
+        top_k=top_k,
+        PER_PAGE=pooled.shape[1],
+        HEADS=heads,
+        HEADS_PAD=heads_pad,
+        DIM=dim,
+        DIM_PAD=max(16, next_power_of_2(dim)),
+        WINDOW=tile,
+        WINDOW_PAD=max(next_power_of_2(tile), 16 // heads_pad),
+        KEYS=keys,
+        SCALE=1 / math.sqrt(dim),
+        UPCAST=triton_env.interpreted(),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def tiling(window: int, plain: bool) -> tuple[int, int, int, int, int]:
+    """Rows and keys of a tile, warps, stages and the most programs, for `window` rows that lie together.
+
+    plain: without tensor cores, where larger tiles spill.
+    """
+    if plain:
+        return (min(window, 8), 32, 4, 1, NARROW_PROGRAMS)
     if window > NARROW_ROWS:
-        tile, keys, warps, stages = PLAIN_WIDE if plain else (WIDE_ROWS, WIDE_KEYS, WIDE_WARPS, WIDE_STAGES)
-        grid = (-(-rows // tile), -(-columns // (WIDE_RUN * keys)))
-        sizes |= {"ROWS": tile, "KEYS": keys, "RUN": WIDE_RUN, "num_warps": warps, "num_stages": stages}
-        _score_wide[grid](*places, *strides, **sizes)
-        return
-    keys, warps, stages = PLAIN_NARROW if plain else (NARROW_KEYS, NARROW_WARPS, NARROW_STAGES)
-    tiles, runs = -(-rows // window), -(-columns // keys)
-    programs = min(runs, max(1, NARROW_PROGRAMS // tiles))
-    heads_pad = next_power_of_2(heads)
-    sizes |= {"HEADS_PAD": heads_pad, "WINDOW": window, "KEYS": keys, "num_warps": warps, "num_stages": stages}
-    sizes["WINDOW_PAD"] = max(next_power_of_2(window), 16 // heads_pad)
-    _score_narrow[(tiles, programs)](*places, *strides, programs, **sizes)
+        return (WIDE_ROWS, *WIDE)
+    return (window, *NARROW, NARROW_PROGRAMS)
 
 
 def _is_plain(index_q: Tensor) -> bool:

@@ -1,21 +1,21 @@
 // The best top_k blocks of each row in the total order (score descending, id ascending; -0.0 equals +0.0), ids ascending.
 //
-// One thread block a row, the row's scores in registers. A score becomes a 32-bit key of the same order. Bins of equal
-// width over the row's range of scores (2048; integer counters, so order-free) say in which bin the k-th best lies; what
-// lies above is taken. The few keys of that bin are ranked against each other by (key, id). Too many for that: the bin
-// alone is binned again, by key, until it is few or one value, of which the lowest ids are taken. So the result is exact
-// for every distribution. Taken blocks are bits; a scan over words of 32 blocks writes them ascending.
+// One thread block a row, the row's scores in shared memory. Bins of equal width over the row's range of scores (2048;
+// integer counters, so order-free) say in which bin the k-th best lies; what lies above is taken. The few scores of that
+// bin are ranked against each other by (key, id), where a key is 32 bits of the score's order. Too many for that: the
+// bin is binned again, by key, until it is few or one value, of which the lowest ids are taken. So the result is exact
+// for every distribution. Taken blocks are bits, which a scan writes ascending.
 //
-//     scores [R, columns] fp32 --registers--> keys --bins--> bits of 32 blocks --scan--> ids [R, K]
+//     scores [R, columns] fp32 --> shared --bins--> a byte for each four blocks --scan--> ids [R, K]
 //
 // Bound: the scores are read once (4 bytes each); with the writing of them by the scoring kernel, 8 bytes a score.
 //
-// Defines: THREADS (a multiple of 32), VALUES (scores a thread in registers; 0 reads them again from memory in each
-// pass, for rows longer than 32 * THREADS).
+// Defines: THREADS (a multiple of 32), KEEP (1: the row in shared memory; 0: read again from memory in each pass, for
+// rows that are longer than that holds).
 #include "common.cuh"
 
 #define BINS 2048
-#define CANDIDATES 512
+#define CANDIDATES (THREADS < 512 ? THREADS : 512)
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
@@ -29,9 +29,9 @@ struct Shared {
     u32 found[4];  // bin, members, taken above it, candidates
 };
 
-// Ascending keys: floats with the sign bit flipped, or all bits of a negative one.
+// Ascending keys: floats with the sign bit flipped, or all bits of a negative one. No number has key 0.
 __device__ __forceinline__ u32 key_of(float score) {
-    u32 bits = __float_as_uint(score + 0.0f);  // -0.0 + 0.0 is +0.0
+    u32 bits = __float_as_uint(score);
     return bits ^ ((u32)((i32)bits >> 31) | 0x80000000u);
 }
 
@@ -39,11 +39,17 @@ __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+__device__ __forceinline__ u32 warp_min(u32 x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(ALL, x);
+#else
+    for (int step = 16; step; step >>= 1) x = min(x, __shfl_xor_sync(ALL, x, step));
+    return x;
+#endif
+}
+
 __device__ __forceinline__ void block_extremes(u32 &low, u32 &high, Shared &shared) {
-    for (int step = 16; step; step >>= 1) {
-        low = min(low, __shfl_xor_sync(ALL, low, step));
-        high = max(high, __shfl_xor_sync(ALL, high, step));
-    }
+    low = warp_min(low), high = ~warp_min(~high);
     __syncthreads();
     if (threadIdx.x % 32 == 0) {
         shared.warps[0][threadIdx.x / 32] = low;
@@ -51,18 +57,15 @@ __device__ __forceinline__ void block_extremes(u32 &low, u32 &high, Shared &shar
     }
     __syncthreads();
     int lane = threadIdx.x % 32;
-    low = lane < WARPS ? shared.warps[0][lane] : ALL;
-    high = lane < WARPS ? shared.warps[1][lane] : 0;
-    for (int step = 16; step; step >>= 1) {
-        low = min(low, __shfl_xor_sync(ALL, low, step));
-        high = max(high, __shfl_xor_sync(ALL, high, step));
-    }
+    low = warp_min(lane < WARPS ? shared.warps[0][lane] : ALL);
+    high = ~warp_min(lane < WARPS ? ~shared.warps[1][lane] : ALL);
 }
 
 // The sum of the counts of all threads before this one.
 __device__ __forceinline__ u32 block_before(u32 count, Shared &shared) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 sum = count;
+#pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
         u32 other = __shfl_up_sync(ALL, sum, step);
         if (lane >= step) sum += other;
@@ -71,7 +74,8 @@ __device__ __forceinline__ u32 block_before(u32 count, Shared &shared) {
     if (lane == 31) shared.warps[0][warp] = sum;
     __syncthreads();
     u32 total = lane < WARPS ? shared.warps[0][lane] : 0;
-    for (int step = 1; step < 32; step <<= 1) {
+#pragma unroll
+    for (int step = 1; step < WARPS; step <<= 1) {
         u32 other = __shfl_up_sync(ALL, total, step);
         if (lane >= step) total += other;
     }
@@ -79,55 +83,58 @@ __device__ __forceinline__ u32 block_before(u32 count, Shared &shared) {
     return (warp ? before : 0) + sum - count;
 }
 
-// Bins of the keys low..high: by equal steps of the score, or of the key where scores give no usable step.
-struct Bins {
-    u32 low, high;
-    float first, per_score;
-    int shift;  // -1: by score
+// Finds the bin that holds the `need`-th best of `members`, what lies above it, and how many it holds itself. The
+// counts of the lowest bin, where ties at zero crowd, are not kept: it is what the others leave over.
+__device__ __forceinline__ void find_bin(u32 need, u32 members, Shared &shared) {
+    // Thread t adds up the bins from BINS - 1 - t * per on, downwards.
+    const int per = BINS / THREADS;
+    int top = BINS - 1 - threadIdx.x * per;
+    u32 sum = 0;
+#pragma unroll
+    for (int j = 0; j < per; ++j) sum += shared.bins[top - j];
+    u32 above = block_before(sum, shared);
+    if (above < need && above + sum >= need) {
+        int bin = top;
+        while (above + shared.bins[bin] < need) above += shared.bins[bin--];
+        shared.found[0] = bin, shared.found[1] = shared.bins[bin], shared.found[2] = above;
+    } else if (threadIdx.x == THREADS - 1 && above + sum < need) {
+        shared.found[0] = 0, shared.found[1] = members - above - sum, shared.found[2] = above + sum;
+    }
+    __syncthreads();
+}
 
-    __device__ void by_score(u32 from, u32 to) {
-        low = from, high = to, shift = -1;
-        first = score_of(from);
-        float range = score_of(to) - first;
-        per_score = (BINS - 1) / range;
-        if (!(range < 3e38f && per_score < 3e38f)) by_key(from, to);
-    }
-    __device__ void by_key(u32 from, u32 to) {
-        low = from, high = to;
-        shift = max(0, 32 - __clz(to - from) - 11);
-    }
-    // Never falls when the key rises. Below `low` -1, above `high` BINS.
-    __device__ __forceinline__ int of(u32 key) const {
-        if (key < low) return -1;
-        if (key > high) return BINS;
-        if (shift >= 0) return (key - low) >> shift;
-        return min((int)((score_of(key) - first) * per_score), BINS - 1);
-    }
+#define INFINITE __uint_as_float(0x7f800000u)
+// Four neighbouring scores at a time; -inf behind the last one, and that a score may be -inf too is seen to by readers.
+#define EACH_QUAD(quad) for (int quad = threadIdx.x; quad < quads; quad += THREADS)
+#define KEY(quad, i, score) (4 * quad + i < visible ? key_of(score) : 0u)
+
+struct Quad {
+    float at[4];
 };
 
-// Every index of the row that this thread holds; the trip count is the same for all threads of the block.
-#if VALUES > 0
-#define EACH_INDEX(i, index) \
-    _Pragma("unroll") for (int i = 0, index = threadIdx.x; i < VALUES; ++i, index += THREADS) if (i * THREADS < visible)
-#define KEY(i, index) values[i]
-#else
-#define EACH_INDEX(i, index) for (int i = 0, index = threadIdx.x; i * THREADS < visible; ++i, index += THREADS)
-#define KEY(i, index) (index < visible ? key_of(row_scores[index]) : 0u)
-#endif
+__device__ __forceinline__ Quad load_quad(const float *row, int quad, int visible) {
+    float4 four = *reinterpret_cast<const float4 *>(row + 4 * quad);
+    Quad out = {{four.x, four.y, four.z, four.w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.at[i] = 4 * quad + i < visible ? out.at[i] + 0.0f : -INFINITE;  // -0.0 becomes +0.0
+    return out;
+}
 
-// scores: [R, columns] fp32; positions: [R] i64; ids: [R, top_k] i32; counts: [R] i32; bad: [R] bytes, 1 for a row with a
-// NaN among its visible scores, which selects nothing. Rows that see at most top_k blocks need no scores.
-// Dynamic shared memory: 8 bytes for every 32 columns, rounded up to THREADS words.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// scores: [R, columns] fp32, 16-byte aligned rows of whole quads; positions: [R] i64; ids: [R, top_k] i32; counts: [R]
+// i32; bad: [R] bytes, 1 for a row with a NaN among its visible scores, which selects nothing. Rows that see at most
+// top_k blocks need no scores. Dynamic shared memory: see `shared_bytes` of cuda_select.py.
+extern "C" __global__ void __launch_bounds__(THREADS)
     select_top(const float *__restrict__ scores, i64 columns, const i64 *__restrict__ positions, i32 top_k,
                i32 *__restrict__ ids, i32 *__restrict__ counts, u8 *__restrict__ bad) {
     __shared__ Shared shared;
-    extern __shared__ u32 words[];
+    extern __shared__ float4 dynamic[];
+    int tid = threadIdx.x;
+    i64 row = blockIdx.x;
+    for (int bin = tid; bin < BINS; bin += THREADS) shared.bins[bin] = 0;
+    if (tid == 0) shared.found[3] = 0;
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    int tid = threadIdx.x, lane = tid % 32;
-    i64 row = blockIdx.x;
     i64 seen = (positions[row] + 1) / 4;
     int visible = (int)(seen < 0 ? 0 : seen > columns ? columns : seen);
     i32 *row_ids = ids + row * top_k;
@@ -136,122 +143,178 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (tid == 0) counts[row] = visible, bad[row] = 0;
         return;
     }
+    int quads = (visible + 3) / 4;
+    // A byte for each quad, bit i for its score i; a word of four quads is 16 blocks.
+    int per_thread = ((quads + 3) / 4 + THREADS - 1) / THREADS, padded = per_thread * THREADS;
     const float *row_scores = scores + row * columns;
-    u32 low = ALL, high = 0;
+#if KEEP
+    float *kept = reinterpret_cast<float *>(dynamic);
+    u32 *words = reinterpret_cast<u32 *>(kept + columns);
+#define SCORES(quad) (*reinterpret_cast<const Quad *>(kept + 4 * quad))
+#else
+    u32 *words = reinterpret_cast<u32 *>(dynamic);
+#define SCORES(quad) load_quad(row_scores, quad, visible)
+#endif
+    u32 *ties = words + padded;
+    u8 *taken_of = reinterpret_cast<u8 *>(words), *tied_of = reinterpret_cast<u8 *>(ties);
+
+    float least = INFINITE, most = -INFINITE;
     bool nan = false;
-#if VALUES > 0
-    u32 values[VALUES];
-    {
-        float loaded[VALUES];
-        EACH_INDEX(i, index) loaded[i] = index < visible ? row_scores[index] : 0.0f;
-        EACH_INDEX(i, index) {
-            nan |= loaded[i] != loaded[i];
-            values[i] = index < visible ? key_of(loaded[i]) : 0u;
-            if (index < visible) low = min(low, values[i]), high = max(high, values[i]);
+#pragma unroll 4
+    EACH_QUAD(quad) {
+        Quad four = load_quad(row_scores, quad, visible);
+#if KEEP
+        *reinterpret_cast<float4 *>(kept + 4 * quad) = make_float4(four.at[0], four.at[1], four.at[2], four.at[3]);
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            nan |= four.at[i] != four.at[i];
+            if (4 * quad + i < visible) least = fminf(least, four.at[i]);
+            most = fmaxf(most, four.at[i]);
         }
     }
-#else
-    EACH_INDEX(i, index) if (index < visible) {
-        float score = row_scores[index];
-        nan |= score != score;
-        low = min(low, key_of(score)), high = max(high, key_of(score));
-    }
-#endif
+    for (int quad = quads + tid; quad < 4 * padded; quad += THREADS) taken_of[quad] = tied_of[quad] = 0;
     if (__syncthreads_or(nan)) {
         for (int place = tid; place < top_k; place += THREADS) row_ids[place] = -1;
         if (tid == 0) counts[row] = 0, bad[row] = 1;
         return;
     }
+    u32 low = key_of(least), high = key_of(most);
     block_extremes(low, high, shared);
 
-    u32 need = top_k, members = visible;  // of `members` keys in low..high, the best `need` are still to be taken
-    Bins bins;
-    bins.by_score(low, high);
-    int chosen = 0;
-    while (low < high) {
-        for (int bin = tid; bin < BINS; bin += THREADS) shared.bins[bin] = 0;
-        __syncthreads();
-        // The lowest bin, where ties at zero crowd, is what the others leave over.
-        EACH_INDEX(i, index) {
-            int bin = bins.of(KEY(i, index));
-            if (bin > 0 && bin < BINS) atomicAdd(&shared.bins[bin], 1u);
+    // Bins of equal width in the score: adding 2^23 leaves the bin in the low bits, and never falls as the score rises.
+    u32 need = top_k, members = visible;  // of `members` scores that are left, the best `need` are still to be taken
+    float per_score = (BINS - 1) / (score_of(high) - score_of(low));
+    float shift = 8388608.0f - score_of(low) * per_score;
+    bool by_score = low < high && per_score > 0 && per_score < 1e38f && shift > -1e38f && shift < 1e38f;
+#define BIN(score) min(max((i32)__float_as_uint(fmaf(score, per_score, shift)) - 0x4b000000, 0), BINS - 1)
+    if (by_score) {
+        EACH_QUAD(quad) {
+            Quad four = SCORES(quad);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int bin = BIN(four.at[i]);
+                if (bin > 0) atomicAdd(&shared.bins[bin], 1u);
+            }
         }
         __syncthreads();
-        // Thread t adds up the bins from BINS - 1 - t * per on, downwards.
-        const int per = BINS / THREADS;
-        int top = BINS - 1 - tid * per;
-        u32 sum = 0;
-        for (int j = 0; j < per; ++j) sum += shared.bins[top - j];
-        u32 above = block_before(sum, shared);
-        if (above < need && above + sum >= need) {
-            int bin = top;
-            while (above + shared.bins[bin] < need) above += shared.bins[bin--];
-            shared.found[0] = bin, shared.found[1] = shared.bins[bin], shared.found[2] = above;
-        } else if (tid == THREADS - 1 && above + sum < need) {
-            shared.found[0] = 0, shared.found[1] = members - above - sum, shared.found[2] = above + sum;
+        find_bin(need, members, shared);
+        int chosen = shared.found[0];
+        members = shared.found[1], need -= shared.found[2];
+        if (members <= CANDIDATES) {
+            // The usual case: what is above is taken, the members of the bin are ranked.
+            EACH_QUAD(quad) {
+                Quad four = SCORES(quad);
+                u32 taken = 0, member = 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    int bin = BIN(four.at[i]);
+                    taken |= bin > chosen ? 1u << i : 0;
+                    member |= bin == chosen ? 1u << i : 0;
+                }
+                taken_of[quad] = taken;
+                for (; member; member &= member - 1) {
+                    int id = 4 * quad + __ffs(member) - 1;
+                    if (id < visible) {
+                        u32 place = atomicAdd(&shared.found[3], 1u);
+                        shared.ids[place] = id;
+                    }
+                }
+            }
+            __syncthreads();
+            // Their scores are read again by place: an index into registers would put these into memory.
+            if (tid < members) {
+#if KEEP
+                shared.keys[tid] = key_of(kept[shared.ids[tid]]);
+#else
+                shared.keys[tid] = key_of(row_scores[shared.ids[tid]] + 0.0f);
+#endif
+            }
+            goto rank;
         }
-        __syncthreads();
-        chosen = shared.found[0], members = shared.found[1], need -= shared.found[2];
-        if (members <= CANDIDATES) break;
         low = ALL, high = 0;
-        EACH_INDEX(i, index) {
-            u32 key = KEY(i, index);
-            if (bins.of(key) == chosen && key) low = min(low, key), high = max(high, key);
+        EACH_QUAD(quad) {
+            Quad four = SCORES(quad);
+            for (int i = 0; i < 4; ++i) {
+                u32 key = KEY(quad, i, four.at[i]);
+                if (key && BIN(four.at[i]) == chosen) low = min(low, key), high = max(high, key);
+            }
         }
         block_extremes(low, high, shared);
-        bins.by_key(low, high);
-        chosen = 0;
     }
-    if (low == high) bins.by_key(low, high), chosen = 0;
-    bool ranked = members <= CANDIDATES && low < high;
-
-    // Bits of what is above the chosen bin; its own members to a list, or where they are one value to bits as well.
-    int num_words = (visible + 31) / 32, padded = (num_words + THREADS - 1) / THREADS * THREADS;
-    u32 *ties = words + padded;
-    if (tid == 0) shared.found[3] = 0;
-    for (int word = num_words + tid; word < padded; word += THREADS) words[word] = ties[word] = 0;
-    __syncthreads();
-    EACH_INDEX(i, index) {
-        u32 key = KEY(i, index);
-        int bin = bins.of(key);
-        bool member = bin == chosen && index < visible;
-        u32 taken = __ballot_sync(ALL, bin > chosen);
-        u32 tied = __ballot_sync(ALL, member && !ranked);
-        if (lane == 0 && index < visible) words[index / 32] = taken, ties[index / 32] = tied;
-        if (member && ranked) {
-            u32 place = atomicAdd(&shared.found[3], 1u);
-            shared.keys[place] = key, shared.ids[place] = index;
+    // Many scores close together, or far apart: by key, 2^11 times finer each time, until they are few or one value.
+    while (low < high && members > CANDIDATES) {
+        int digit = max(0, 32 - __clz(high - low) - 11);
+        __syncthreads();
+        for (int bin = tid; bin < BINS; bin += THREADS) shared.bins[bin] = 0;
+        __syncthreads();
+        EACH_QUAD(quad) {
+            Quad four = SCORES(quad);
+            for (int i = 0; i < 4; ++i) {
+                u32 key = KEY(quad, i, four.at[i]), bin = (key - low) >> digit;
+                if (key >= low && key <= high && bin) atomicAdd(&shared.bins[bin], 1u);
+            }
         }
+        __syncthreads();
+        find_bin(need, members, shared);
+        u32 first = low + (shared.found[0] << digit), last = min(high, first + ((1u << digit) - 1));
+        members = shared.found[1], need -= shared.found[2];
+        low = ALL, high = 0;
+        EACH_QUAD(quad) {
+            Quad four = SCORES(quad);
+            for (int i = 0; i < 4; ++i) {
+                u32 key = KEY(quad, i, four.at[i]);
+                if (key >= first && key <= last) low = min(low, key), high = max(high, key);
+            }
+        }
+        block_extremes(low, high, shared);
     }
+    // Keys above `high` are taken; those in low..high are ranked, or are one value, of which the lowest ids are taken.
+    EACH_QUAD(quad) {
+        Quad four = SCORES(quad);
+        u32 taken = 0, tied = 0;
+        for (int i = 0; i < 4; ++i) {
+            u32 key = KEY(quad, i, four.at[i]);
+            bool member = key >= low && key <= high;
+            taken |= key > high ? 1u << i : 0;
+            tied |= member && low == high ? 1u << i : 0;
+            if (member && low < high) {
+                u32 place = atomicAdd(&shared.found[3], 1u);
+                shared.keys[place] = key, shared.ids[place] = 4 * quad + i;
+            }
+        }
+        taken_of[quad] = taken, tied_of[quad] = tied;
+    }
+rank:
     __syncthreads();
-    if (ranked) {
+    if (low < high) {
         if (tid < members) {
             u32 key = shared.keys[tid], id = shared.ids[tid], better = 0;
             for (u32 other = 0; other < members; ++other)
                 better += shared.keys[other] > key || (shared.keys[other] == key && shared.ids[other] < id);
-            if (better < need) atomicOr(&words[id / 32], 1u << id % 32);
+            if (better < need) atomicOr(&words[id / 16], 1u << (id % 16 / 4 * 8 + id % 4));
         }
-        __syncthreads();
-    }
-
-    int per_thread = padded / THREADS;
-    if (!ranked) {
+    } else {
         u32 count = 0;
         for (int j = 0; j < per_thread; ++j) count += __popc(ties[tid * per_thread + j]);
         u32 before = block_before(count, shared);
         for (int j = 0; j < per_thread; ++j) {
-            u32 word = ties[tid * per_thread + j], kept = 0;
-            for (; word && before < need; ++before, word &= word - 1) kept |= word & -word;
-            words[tid * per_thread + j] |= kept;
+            u32 word = ties[tid * per_thread + j], some = 0;
+            for (; word && before < need; ++before, word &= word - 1) some |= word & -word;
+            words[tid * per_thread + j] |= some;
             before += __popc(word);
         }
     }
+    __syncthreads();
     u32 count = 0;
     for (int j = 0; j < per_thread; ++j) count += __popc(words[tid * per_thread + j]);
     u32 place = block_before(count, shared);
     for (int j = 0; j < per_thread; ++j) {
         int word = tid * per_thread + j;
-        for (u32 bits = words[word]; bits; bits &= bits - 1) row_ids[place++] = word * 32 + __ffs(bits) - 1;
+        for (u32 bits = words[word]; bits; bits &= bits - 1) {
+            int bit = __ffs(bits) - 1;
+            row_ids[place++] = 16 * word + bit / 8 * 4 + bit % 8;
+        }
     }
     if (tid == 0) counts[row] = top_k, bad[row] = 0;
 }
