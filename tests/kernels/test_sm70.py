@@ -375,6 +375,35 @@ def test_offsets_beyond_2_gib(device: torch.device, route: str, seed: int) -> No
     check(case, run(case, route, device))
 
 
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+def test_nothing_is_loaded_after_warm_up(
+    device: torch.device, seed: int, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rows of a group and the splits."""
+    asked: list[tuple[object, ...]] = []
+    load = cuda.function
+
+    def recorded(source: str, name: str, *, arch: str, defines: dict[str, str | int]) -> object:
+        asked.append((source, name, arch, *sorted(defines.items())))
+        return load(source, name, arch=arch, defines=defines)
+
+    monkeypatch.setattr(cuda, "function", recorded)
+    for cache in (sm70._attend_on, sm70._merge_on):
+        cache.cache_clear()
+    sm70.warm(64, 3, e4m3=kv_dtype == torch.uint8)
+    warmed = set(asked)
+    assert len(warmed) == 2 * 3 + 1, "three variants, each with its query, and the merge"
+    case = step(seed, device, 6, 2, 64, kv_dtype=kv_dtype, spans=[(50, 9)], top_k=12)
+    compiled = sum(cuda_build.compile_counts.values())
+    for split_steps in (None, 1):
+        run(case, "xqa", device, split_steps=split_steps)
+        for group_rows in range(1, 9):
+            run(case, "grouped", device, group_rows=group_rows, split_steps=split_steps)
+    assert set(asked) == warmed and len(asked) == len(warmed)
+    assert sum(cuda_build.compile_counts.values()) == compiled
+
+
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 256])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from page4.errors import KernelError, message
-from page4.kernels import cuda, nvrtc
+from page4.kernels import cuda, cuda_build, nvrtc
 from page4.kernels.plans import CATEGORY_ENTRIES, MAX_GROUP_ROWS, MAX_TILES
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def variants(head_dim: int, heads_per_kv: int, *, e4m3: bool) -> list[Variant]:
 
 def warm(head_dim: int, heads_per_kv: int, *, e4m3: bool) -> None:
     """Compiles and loads on the current device all that a geometry can reach."""
-    for variant in variants(head_dim, heads_per_kv, e4m3=e4m3):
+    arch, found = arch_of(cuda.capability()), variants(head_dim, heads_per_kv, e4m3=e4m3)
+    cuda_build.compile_all((SOURCE, arch, variant.defines) for variant in found)
+    for variant in found:
         _attend_function(variant)
     _merge_function(head_dim, half=not e4m3)
 
