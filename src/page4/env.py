@@ -30,7 +30,7 @@ class Variable:
 
 
 def _parse_kernels(text: str) -> str:
-    if text not in ("auto", "torch", "reference"):
+    if text not in ("auto", "torch", "reference", "triton"):
         raise ValueError(text)
     return text
 
@@ -60,8 +60,9 @@ def _parse_threads(text: str) -> int | None:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("PAGE4_KERNELS", "auto", "auto, torch or reference", _parse_kernels,
-             "torch leaves out the compiled CPU kernels, reference runs every operation on its readable truth"),
+    Variable("PAGE4_KERNELS", "auto", "auto, torch, reference or triton", _parse_kernels,
+             "torch leaves out compiled and GPU kernels, reference runs every operation on its readable truth, "
+             "triton leaves out compiled ones and runs Triton's, on a CPU in its interpreter"),
     Variable("PAGE4_POISON", "off", "off or a byte from 0x00 to 0xFF", _parse_poison,
              "fill the arena with this byte at start and a page whenever it changes owner"),
     Variable("PAGE4_GROUPED", "1", "0 or 1", _parse_switch,

@@ -104,7 +104,7 @@ def test_a_request_with_values_that_are_not_finite_faults_alone(broken: Path, k:
         assert output.error is not None
         assert results[n].request_id in output.error
         if kv == "fp8_e4m3" and n == 1:  # the indexer refuses the long one before that
-            assert "K or V of the token at position" in output.error
+            assert "K, V or index scores of the token at position" in output.error
     assert_idle(llm)
     assert tokens(llm, good[1], 8, **NEVER_5) == alone[1]
 

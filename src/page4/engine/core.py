@@ -230,7 +230,9 @@ class EngineCore:
             if work.num_drafts and (work.request.owner in bad or (result is not None and not result.usable)):
                 raise _RowsRefused  # perhaps only because of a draft: what k = 0 computes decides
         whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
-        self.model.commit(batch, output.pending, self.arena, None if whole else torch.tensor(taken))
+        self.model.commit(
+            batch, output.pending, self.arena, None if whole else torch.tensor(taken, device=self.model.device)
+        )
 
         landed = self._ledger.land(flight, list(zip(plan.work, taken, strict=True))).values
         catch_up: list[CatchUp] = []
@@ -383,7 +385,9 @@ class EngineCore:
                 if flags[row]:
                     position = entry.first_position + row - batch.row_starts[n]
                     name = f"request {entry.request.request_id}"
-                    found[entry.request.owner] = f"{name}: K or V of the token at position {position} is not finite"
+                    found[entry.request.owner] = (
+                        f"{name}: K, V or index scores of the token at position {position} is not finite"
+                    )
                     break
         return found
 

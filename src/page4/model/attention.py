@@ -26,7 +26,10 @@ from page4.select import Selection, extend, select
 
 @dataclass(frozen=True)
 class QsaOutput:
-    """out: [R, hidden]; nonfinite_rows: [R] bool, rows whose K or V the cache could not hold, None when not counted."""
+    """out: [R, hidden]; nonfinite_rows: [R] bool, None when not counted.
+
+    These are rows whose K or V the cache could not hold, or whose index scores were no numbers.
+    """
 
     out: Tensor
     selection: Selection
@@ -129,11 +132,11 @@ class Qsa:
         if suffix is not None:
             parts.append(self._attend(Queries.joined(kept), suffix.rows, arena, reuse))
         outs, selections = zip(*parts, strict=True)
-        return QsaOutput(
-            outs[0] if len(outs) == 1 else torch.cat(outs),
-            _joined(selections),
-            None if not flags else flags[0] if len(flags) == 1 else torch.cat(flags),
-        )
+        selection = _joined(selections)
+        nonfinite = None if not flags else flags[0] if len(flags) == 1 else torch.cat(flags)
+        if selection.bad_rows is not None:
+            nonfinite = _with_bad(nonfinite, selection.bad_rows, x.shape[0], suffix)
+        return QsaOutput(outs[0] if len(outs) == 1 else torch.cat(outs), selection, nonfinite)
 
     def _write(
         self, x: Tensor, segment: Segment, cos_sin: tuple[Tensor, Tensor], arena: Arena, *, score: bool
@@ -203,10 +206,24 @@ class Qsa:
         return rotate_(keys, *self.rope.cos_sin(first_positions)).squeeze(1)
 
 
+def _with_bad(nonfinite: Tensor | None, bad_rows: Tensor, rows: int, suffix: Suffix | None) -> Tensor:
+    """[rows] bool: `nonfinite` (None: nowhere), and the rows whose scores were no numbers."""
+    if suffix is None:
+        return bad_rows if nonfinite is None else nonfinite | bad_rows
+    found = torch.zeros(rows, dtype=torch.bool, device=bad_rows.device) if nonfinite is None else nonfinite.clone()
+    found[suffix.index] |= bad_rows
+    return found
+
+
 def _joined(selections: tuple[Selection, ...]) -> Selection:
     """The selections of consecutive runs of rows as one."""
     if len(selections) == 1:
         return selections[0]
     width = max(part.block_ids.shape[1] for part in selections)
     ids = [F.pad(part.block_ids, (0, width - part.block_ids.shape[1]), value=-1) for part in selections]
-    return Selection(torch.cat(ids), torch.cat([part.counts for part in selections]), True)
+    bad_rows = None
+    if any(part.bad_rows is not None for part in selections):
+        # Where nothing was pruned nothing was scored, and no row is bad.
+        none = [part.counts != part.counts if part.bad_rows is None else part.bad_rows for part in selections]
+        bad_rows = torch.cat(none)
+    return Selection(torch.cat(ids), torch.cat([part.counts for part in selections]), True, bad_rows)
