@@ -94,7 +94,7 @@ def test_every_flag_reaches_the_engine(capsys: pytest.CaptureFixture[str], tmp_p
         "--stop-token-ids 10 --ignore-eos --n 2 --logprobs 1 --dtype bfloat16 --kv-cache-dtype fp8 "
         "--draft-kv-dtype bfloat16 --allow-unit-scales --allow-prototype-scales --e4m3-mtp "
         f"--speculative-config {MTP} --max-model-len 4K --max-num-batched-tokens 512 --max-num-seqs 3 "
-        "--kv-cache-memory-bytes 64M --block-size 32 --json"
+        "--kv-cache-memory-bytes 64M --block-size 32 --device cuda:1 --json"
     )
     code, _, err = run(capsys, "generate", "tiny", "given", *flags.split())
     assert (code, err) == (0, "")
@@ -113,6 +113,7 @@ def test_every_flag_reaches_the_engine(capsys: pytest.CaptureFixture[str], tmp_p
         "allow_prototype_scales": True,
         "e4m3_mtp": True,
         "seed": 5,
+        "device": "cuda:1",
     }
     ((prompts, params),) = llm.calls
     assert len(prompts) == 3

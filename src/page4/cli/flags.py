@@ -162,6 +162,9 @@ KVBytes = Annotated[
     option("--kv-cache-memory-bytes", help="Size of the arena (keys, values, states).", panel=LANE, **Number),
 ]
 BlockSize = Annotated[int, option("--block-size", metavar="N", help="Tokens in a page, a multiple of 4.", panel=LANE)]
+Device = Annotated[
+    str, option("--device", metavar="NAME", help="Where the lane runs: cpu, cuda or cuda:N.", panel=LANE)
+]
 Json = Annotated[bool, option("--json", help="Print one JSON object on stdout.", panel=OUTPUT)]
 PromptFile = Annotated[
     list[Path] | None,

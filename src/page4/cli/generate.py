@@ -74,6 +74,7 @@ def generate(
     max_num_seqs: flags.MaxSeqs = 8,
     kv_cache_memory_bytes: flags.KVBytes = None,
     block_size: flags.BlockSize = 16,
+    device: flags.Device = "cpu",
     revision: flags.Revision = None,
     json: flags.Json = False,
 ) -> None:
@@ -115,6 +116,7 @@ def generate(
             allow_prototype_scales=allow_prototype_scales,
             e4m3_mtp=e4m3_mtp or None,
             seed=seed,
+            device=device,
         )
     for note in llm.notes:
         console.stderr().print(f"page4: note: {note}")
