@@ -42,7 +42,8 @@ class Scale:
         """The value as `[] fp32` on `device`; always the same tensor, so a captured graph may keep its address."""
         key = torch.device(device)
         if key not in self._tensors:
-            self._tensors[key] = torch.tensor(self.value, dtype=torch.float32, device=key)
+            # Filled on the device: a copy from the host would wait for it, and break a capture.
+            self._tensors[key] = torch.full((), self.value, dtype=torch.float32, device=key)
         return self._tensors[key]
 
     @classmethod
