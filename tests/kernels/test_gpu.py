@@ -54,6 +54,25 @@ def test_attend_takes_the_kernel_and_agrees_with_float64(seed: int, kv_dtype: to
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the Volta kernels run as PTX on a GPU")
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.uint8])
+def test_a_volta_gpu_takes_its_own_kernels(monkeypatch: pytest.MonkeyPatch, seed: int, kv_dtype: torch.dtype) -> None:
+    from page4.kernels import nvrtc
+
+    if nvrtc.refusal("compute_70") is not None:
+        pytest.skip("no NVRTC for compute_70")
+    monkeypatch.setattr(gpu, "capability", lambda device: (7, 0))
+    case = make_case(seed, [(40, 5), (3, 2)], dim=256, dtype=torch.float16, kv_dtype=kv_dtype, layout="tokens")
+    assert gpu.attend_refusal(case.q.to(DEVICE), case.layer_kv.k.to(DEVICE)) is None
+    moved = LayerKV(
+        case.layer_kv.k.to(DEVICE), case.layer_kv.v.to(DEVICE), case.layer_kv.k_scale, case.layer_kv.v_scale
+    )
+    places = (x.to(DEVICE) for x in (case.rows.positions, case.rows.request_of_row, case.rows.block_table))
+    selection = Selection(case.selection.block_ids.to(DEVICE), case.selection.counts.to(DEVICE))
+    out = attend(case.q.to(DEVICE), moved, selection, Rows(*places))
+    torch.testing.assert_close(out.double().cpu(), case.expected()[0], rtol=2e-2, atol=2e-3)
+
+
 def test_select_reports_a_nan_row_instead_of_waiting(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pooled = torch.randn(8, 4, 16, generator=generator)

@@ -134,14 +134,30 @@ def select_blocks(
 # -------------------------------------------------------------------------------------------------------------- attend
 
 
+VOLTA = ((7, 0), (7, 2))
+
+
 def attend_refusal(q: Tensor, cache: Tensor) -> str | None:
-    """None when a kernel attends with q [R, H, D] over cache [P, S, J, D], route generic."""
+    """None when a kernel attends with q [R, H, D] over cache [P, S, J, D], row by row."""
     if not wanted(q.device):
         return _unwanted(q.device)
+    if capability(q.device) in VOLTA:
+        return _volta_refusal(q, cache)
     from page4.kernels import triton_attend
 
     group = q.shape[1] // cache.shape[2]
     return triton_attend.refusal(*_facts(q), _name(q.dtype), _name(cache.dtype), group, q.shape[2], cache.shape[1])
+
+
+def _volta_refusal(q: Tensor, cache: Tensor) -> str | None:
+    """Why the CUDA C++ kernels for Volta, where Triton has no matrix products, do not serve."""
+    from page4.kernels import cuda, sm70
+
+    if (reason := cuda.refusal()) is not None:
+        return reason
+    facts = {"dtype": _name(q.dtype), "kv_dtype": _name(cache.dtype), "head_dim": q.shape[2]}
+    group, page_tokens = q.shape[1] // cache.shape[2], cache.shape[1]
+    return sm70.refusal(**facts, heads_per_kv=group, page_tokens=page_tokens) or sm70.layout_refusal(q, cache, cache)
 
 
 def attend_rows(
@@ -156,11 +172,13 @@ def attend_rows(
     want_lse: bool,
     zero_unattended: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Route generic, the gate's sigmoid included: out [R, H, D] in q's dtype, lse [R, H] fp32; splits None: chosen."""
+    """Row by row, the gate's sigmoid included: out [R, H, D] in q's dtype, lse [R, H] fp32; splits None: chosen."""
     from page4.kernels import triton_attend
 
     rows, heads, dim = q.shape
     device = q.device
+    if capability(device) in VOLTA:
+        return _attend_volta(q, caches, plan, softmax_scale, scales, gate, want_lse=want_lse, zero=zero_unattended)
     if splits is None:
         splits = triton_attend.num_splits(rows * caches[0].shape[2], BLOCK_TOKENS * plan.table.shape[1])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -175,6 +193,39 @@ def attend_rows(
         gate=gate,
         lse=lse,
         zero=zero_unattended,
+    )
+    return out, lse
+
+
+def _attend_volta(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    plan: RowPlan,
+    softmax_scale: float,
+    scales: Scales | None,
+    gate: Tensor | None,
+    *,
+    want_lse: bool,
+    zero: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`attend_rows` by `sm70`, whose splits follow from the plan alone."""
+    from page4.kernels import sm70
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device) if want_lse else None
+    k_scale, v_scale = (None, None) if scales is None else (scale.tensor(q.device) for scale in scales)
+    if gate is not None and sm70.layout_refusal(q, *caches, gate) is not None:
+        gate = gate.contiguous()
+    sm70.attend_rows(
+        *(q, *caches, plan.table.int().contiguous(), plan.lengths.int()),
+        page_tokens=plan.page_tokens,
+        softmax_scale=softmax_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        gate=gate,
+        out=out,
+        lse=lse,
+        zero_unattended=zero,
     )
     return out, lse
 
