@@ -118,7 +118,7 @@ def test_pages_and_layouts(route: str, page_tokens: int, layout: str, seed: int)
 def test_geometries(heads: int, kv_heads: int, dim: int, seed: int) -> None:
     case = make_case(seed, [(50, 2)], heads=heads, kv_heads=kv_heads, dim=dim)
     check("generic", case, splits=4)
-    if heads // kv_heads * 8 <= triton_attend.MAX_QUERIES:
+    if heads // kv_heads * 8 * dim <= triton_attend.PLAIN_ELEMENTS:
         check("grouped", case)
 
 
@@ -218,6 +218,9 @@ def test_refusals_are_pure() -> None:
     assert "8 to 256" in str(triton_attend.refusal("cuda", (9, 0), **{**served, "dim": 512}))
     assert "128 queries" in str(triton_attend.refusal("cuda", (9, 0), **{**served, "heads_per_kv": 20}, group_rows=8))
     assert "over float16" in str(triton_attend.refusal("cuda", (9, 0), **{**served, "kv_dtype": "float16"}))
+    odd = {**served, "dtype": "float32"}
+    assert "without tensor cores" in str(triton_attend.refusal("cuda", (9, 0), **odd, group_rows=8))
+    assert triton_attend.refusal("cuda", (7, 5), **{**served, "dtype": "float16"}) is None
     expected = None if triton_env.interpreted() else "interpreter"
     found = triton_attend.refusal("cpu", None, **served)
     assert found is None if expected is None else expected in str(found)

@@ -133,7 +133,7 @@ def test_rows_that_write_nothing_count_nothing() -> None:
     assert not cache[0].any() and set(cache[1].unique().tolist()) == {0, 0x7F}
 
 
-# ------------------------------------------------------------------------------------------------------------ index keys
+# ----------------------------------------------------------------------------------------------------------- index keys
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from page4.kernels import triton_env
 from page4.kernels.plans import MAX_GROUP_ROWS
-from page4.kernels.triton_env import i64, jit, next_power_of_2, tl
+from page4.kernels.triton_env import fp32, i64, jit, next_power_of_2, tl
 
 BLOCK = 4
 DTYPES = ("float16", "bfloat16", "float32")
 MIN_DIM, MAX_DIM, MAX_QUERIES = 8, 256, 128
+# Queries x channels of a tile whose products take no tensor cores, and before compute capability 8.0.
+PLAIN_ELEMENTS, PLAIN_ELEMENTS_OLD = 64 * 256, 32 * 256
 # Programs that fill a large GPU a few times over, and tokens below which a split is not worth its merge.
 FULL_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS = 528, 128, 16
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
@@ -58,6 +60,10 @@ def refusal(
         return f"groups of 1 to {MAX_GROUP_ROWS} rows, not of {group_rows}"
     if heads_per_kv < 1 or heads_per_kv * group_rows > MAX_QUERIES:
         return f"{heads_per_kv} query heads a KV head in {group_rows} rows are more than {MAX_QUERIES} queries a tile"
+    queries, old = next_power_of_2(heads_per_kv * group_rows), capability is not None and tuple(capability) < (8, 0)
+    most = PLAIN_ELEMENTS_OLD if old else PLAIN_ELEMENTS if dtype == "float32" else MAX_QUERIES * MAX_DIM
+    if queries * next_power_of_2(dim) > most:
+        return f"{queries} queries of {dim} channels are more than a tile holds without tensor cores"
     return None
 
 
@@ -85,11 +91,12 @@ def e4m3_bits(byte):
 def _loaded(at, mask, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """K or V at these places in DTYPE, zeros where the mask is off."""
     if KIND == 0:
-        return tl.load(at, mask=mask, other=0.0).to(DTYPE)
-    byte = tl.load(at, mask=mask, other=0)
-    if KIND == 1:
-        return e4m3_bits(byte).to(DTYPE)
-    return byte.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        value = tl.load(at, mask=mask, other=0.0)
+    elif KIND == 1:
+        value = e4m3_bits(tl.load(at, mask=mask, other=0))
+    else:
+        value = tl.load(at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
+    return value.to(DTYPE)
 
 
 @jit
@@ -359,7 +366,8 @@ def attend_generic(
         return
     group_pad, dim_pad = max(16, next_power_of_2(group)), max(16, next_power_of_2(dim))
     tile, warps, stages = _tile(group_pad, dim_pad, q.dtype, capability)
-    run = -(-(-(-BLOCK * table.shape[1] // splits)) // tile) * tile
+    # Whole tiles that together hold the table's BLOCK * V tokens.
+    run = (BLOCK * table.shape[1] + splits * tile - 1) // (splits * tile) * tile
     parts, stats = _parts(workspace, rows * heads * splits, dim)
     _generic[(rows, kv_heads, splits)](
         *(q, k, v, table, lengths, q if scales is None else scales[0], parts, stats, softmax_scale * LOG2_E, run),

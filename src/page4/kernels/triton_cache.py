@@ -40,7 +40,7 @@ def refusal(
 
 @jit
 def e4m3_of(raw, scale):
-    """(byte, |x / scale|) of fp32, fp16 or bf16: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
+    """(byte, |x / scale|) of a float: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
 
     By the bits, so that every device and the interpreter agree: below 2^-6 an E4M3 value counts steps of 2^-9, which
     is what fp32 leaves of a sum with 2^14; above, the mantissa is rounded at bit 20 and a carry is the next exponent.
