@@ -183,7 +183,7 @@ def test_b11_each_scale_is_applied_once(splits: int) -> None:
 
 
 @jit
-def _decode(byte, bits, cast, NATIVE: tl.constexpr if tl else None):
+def _decode(byte, bits, cast, NATIVE: tl.constexpr):
     at = tl.arange(0, 256)
     code = tl.load(byte + at)
     tl.store(bits + at, triton_attend_bits(code))

@@ -10,8 +10,8 @@ tile; a query attends to a token where the entry's mask has the bit of its place
 Splits leave (largest logit, sum, unscaled output) in fp32, and a second kernel merges them from first to last, divides,
 multiplies by v_scale and the sigmoid of the gate, and writes zeros and -inf for a row without tokens. So the order of
 every sum is fixed. A token that no query of a tile attends to is never loaded: its K and V are zeros (`zero=False`, for
-tests only, loads them). Queries and 16-bit K/V are multiplied as they are, E4M3 as the exact value of the byte in the
-queries' dtype; probabilities are rounded to that dtype, never to E4M3; float32 takes no tensor cores.
+tests only, loads them). Queries and 16-bit K/V are multiplied as they are, E4M3 as the exact value of the byte in
+fp16 beside queries brought to 1..2 by a power of two; probabilities are rounded to the same dtype, never to E4M3; float32 takes no tensor cores.
 
 Bound: decode, the bytes of the selected K and V, each once a row; prefill grouped, the products.
 """
@@ -80,11 +80,27 @@ def workspace_bytes(rows: int, heads: int, dim: int, splits: int) -> int:
 
 @jit
 def e4m3_bits(byte):
-    """The value of each byte in fp32, exact: its bits read as an fp32 of another bias, and what is NaN."""
-    code = byte.to(tl.int32)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    """The value of each byte in fp16, exact: its bits read as an fp16 of another bias, and what is NaN."""
+    code = byte.to(tl.int16)
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    value = bits.to(tl.float16, bitcast=True) * tl.full((), 256.0, tl.float16)
+    return tl.where((code & 0x7F) == 0x7F, tl.full((), float("nan"), tl.float16), value)
+
+
+@jit
+def _queries(raw, scale, DTYPE: tl.constexpr):
+    """(raw [M, D] in DTYPE, [M] what turns their logits into powers of two).
+
+    fp16 holds every E4M3 value, and bfloat16 queries once each is brought to 1..2 by a power of two, so exactly.
+    """
+    scale = tl.full((raw.shape[0],), 0.0, tl.float32) + scale
+    if DTYPE == tl.float16 and raw.dtype != tl.float16:
+        size = tl.max(tl.abs(raw.to(tl.float32)), 1)
+        exponent = (size.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        scale = scale * (exponent << 23).to(tl.float32, bitcast=True)
+        raw = raw.to(tl.float32) * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    return raw.to(DTYPE), scale
 
 
 @jit
@@ -101,8 +117,8 @@ def _loaded(at, mask, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def _step(q, k, v, attended, top, total, out, scale, DTYPE: tl.constexpr):
-    """One tile of tokens: q [M, D], k and v [T, D], attended [M or 1, T]; scale turns logits into powers of two."""
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    """One tile of tokens: q [M, D], k and v [T, D], attended [M or 1, T], scale [M]: see `_queries`."""
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
     logits = tl.where(attended, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1), propagate_nan=tl.PropagateNan.ALL)
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -160,10 +176,11 @@ def _generic(
     head = kv_head * GROUP + member
     inside = channel < DIM
     q_at = q + row * q_row + head[:, None] * q_head + channel[None, :]
-    queries = tl.load(q_at, mask=(member < GROUP)[:, None] & inside[None, :], other=0.0).to(DTYPE)
+    raw = tl.load(q_at, mask=(member < GROUP)[:, None] & inside[None, :], other=0.0)
     scale = softmax_scale
     if KIND > 0:
         scale = scale * tl.load(k_scale)
+    queries, scale = _queries(raw, scale, DTYPE)
     top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     out = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
@@ -230,10 +247,11 @@ def _grouped(
         row = tl.load(rows + group * PLACES + place, mask=place < PLACES, other=-1).to(tl.int64)
         inside = channel < DIM
         q_at = q + row[:, None] * q_row + head[:, None] * q_head + channel[None, :]
-        queries = tl.load(q_at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0).to(DTYPE)
+        raw = tl.load(q_at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0)
         scale = softmax_scale
         if KIND > 0:
             scale = scale * tl.load(k_scale)
+        queries, scale = _queries(raw, scale, DTYPE)
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         out = tl.zeros((QUERIES, DIM_PAD), tl.float32)
@@ -321,11 +339,15 @@ def _capability(tensor: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
-def _product_dtype(dtype: torch.dtype) -> object:
-    """The interpreter multiplies the bits of 16-bit floats, so there everything is fp32."""
-    if triton_env.interpreted() or dtype == torch.float32:
+def _product_dtype(dtype: torch.dtype, e4m3: bool) -> object:
+    """E4M3 becomes fp16, in one instruction for two. The interpreter multiplies the bits of bfloat16, so not there."""
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and triton_env.interpreted() and not e4m3):
         return tl.float32
-    return tl.float16 if dtype == torch.float16 else tl.bfloat16
+    return tl.bfloat16 if dtype == torch.bfloat16 and not e4m3 else tl.float16
+
+
+# (tokens, warps, stages) of a tile of few queries, as in the generic route.
+SMALL_TILE = (64, 4, 2)
 
 
 def _tile(queries: int, dim_pad: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[int, int, int]:
@@ -333,7 +355,7 @@ def _tile(queries: int, dim_pad: int, dtype: torch.dtype, capability: tuple[int,
     if dtype == torch.float32 or (capability is not None and tuple(capability) < (8, 0)):
         return 16, 8, 1
     if queries <= 32:
-        return 64, 4, 2
+        return SMALL_TILE
     return (32, 8, 2) if queries * dim_pad > 64 * 256 else (64, 8, 2)
 
 
@@ -381,7 +403,7 @@ def attend_generic(
         TILE=tile,
         SPLITS=splits,
         KIND=kind_of(scales is not None, capability),
-        DTYPE=_product_dtype(q.dtype),
+        DTYPE=_product_dtype(q.dtype, scales is not None),
         ZERO=zero,
         num_warps=warps,
         num_stages=stages,
@@ -436,7 +458,7 @@ def attend_grouped(
             TILE=tile,
             SPLITS=splits,
             KIND=kind_of(scales is not None, capability),
-            DTYPE=_product_dtype(q.dtype),
+            DTYPE=_product_dtype(q.dtype, scales is not None),
             ZERO=zero,
             num_warps=warps,
             num_stages=stages,

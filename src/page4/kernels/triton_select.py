@@ -24,12 +24,12 @@ from page4.kernels.triton_env import i64, jit, next_power_of_2, tl
 
 BLOCK = 4
 # Scores of one chunk of rows: what bounds the workspace, and keeps them near the L2 cache.
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 128 << 20
 # Windows of at most this many rows are scored narrow.
 NARROW_ROWS = 8
 WIDE_ROWS = 64
 # Keys of a tile, warps, stages, and for the wide one programs.
-WIDE, NARROW = (64, 4, 3, 528), (64, 2, 3)
+WIDE, NARROW = (64, 4, 3, 264), (64, 2, 3)
 NARROW_PROGRAMS = 2112
 TOP_CHUNK = 1024
 # A mask of the visible blocks is counted in int32 and a score's column in 32 bits.
