@@ -15,11 +15,21 @@ VARIANTS = ((8192, 256, 1), (16384, 512, 1), (32768, 1024, 1), (1 << 24, 1024, 0
 STATIC_BYTES, FREE_BYTES = 12560, 48 << 10
 
 
-def refusal(capability: tuple[int, int] | None) -> str | None:
-    """None when the kernel can be built for a device of this compute capability, else the reason."""
+def refusal(capability: tuple[int, int] | None, max_visible_bound: int = 0) -> str | None:
+    """None when the kernel can be built for a device and serves rows that see so many blocks, else the reason."""
     if capability is None or tuple(capability) < (7, 0):
         return f"built for compute capability 7.0 or newer, got {capability}"
+    columns = triton_select.num_columns(max_visible_bound)
+    threads, keep = variant(columns, capability)
+    if shared_bytes(columns, threads, keep) > _allowed_bytes(capability):
+        return f"rows of {columns} blocks need more shared memory than compute capability {capability} has"
     return nvrtc.refusal(arch_of(capability))
+
+
+def _allowed_bytes(capability: tuple[int, int]) -> int:
+    """Dynamic shared memory that a block may ask for."""
+    known = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}
+    return (known.get(tuple(capability), 99 if capability[0] > 7 else 64) << 10) - STATIC_BYTES
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -30,8 +40,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 def variant(columns: int, capability: tuple[int, int]) -> tuple[int, int]:
     """Threads, and 1 when the row is kept in shared memory, for rows of `columns` scores."""
     threads, keep = next((threads, keep) for limit, threads, keep in VARIANTS if columns <= limit)
-    small = (64 << 10) if tuple(capability) == (7, 5) else (96 << 10) if capability[0] < 9 else (200 << 10)
-    return threads, int(keep and shared_bytes(columns, threads, 1) <= small)
+    return threads, int(keep and shared_bytes(columns, threads, 1) <= _allowed_bytes(capability))
 
 
 def shared_bytes(columns: int, threads: int, keep: int) -> int:

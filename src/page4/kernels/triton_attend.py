@@ -10,8 +10,9 @@ tile; a query attends to a token where the entry's mask has the bit of its place
 Splits leave (largest logit, sum, unscaled output) in fp32, and a second kernel merges them from first to last, divides,
 multiplies by v_scale and the sigmoid of the gate, and writes zeros and -inf for a row without tokens. So the order of
 every sum is fixed. A token that no query of a tile attends to is never loaded: its K and V are zeros (`zero=False`, for
-tests only, loads them). Queries and 16-bit K/V are multiplied as they are, E4M3 as the exact value of the byte in
-fp16 beside queries brought to 1..2 by a power of two; probabilities are rounded to the same dtype, never to E4M3; float32 takes no tensor cores.
+tests only, loads them). Queries and 16-bit K/V are multiplied as they are, E4M3 as the exact value of the byte in fp16
+beside queries brought to 1..2 by a power of two; probabilities are rounded to the products' dtype, never to E4M3;
+float32 takes no tensor cores.
 
 Bound: decode, the bytes of the selected K and V, each once a row; prefill grouped, the products.
 """
@@ -94,7 +95,7 @@ def _queries(raw, scale, DTYPE: tl.constexpr):
     fp16 holds every E4M3 value, and bfloat16 queries once each is brought to 1..2 by a power of two, so exactly.
     """
     scale = tl.full((raw.shape[0],), 0.0, tl.float32) + scale
-    if DTYPE == tl.float16 and raw.dtype != tl.float16:
+    if tl.float16 == DTYPE and raw.dtype != tl.float16:
         size = tl.max(tl.abs(raw.to(tl.float32)), 1)
         exponent = (size.to(tl.int32, bitcast=True) >> 23) & 0xFF
         exponent = tl.minimum(tl.maximum(exponent, 1), 253)
