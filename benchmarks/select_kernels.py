@@ -13,12 +13,14 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from page4.kernels import cuda_select, triton_select
@@ -181,7 +183,13 @@ def main() -> None:
         import peer_shim
 
         vllm = peer_shim.load_vllm(str(arguments.peers / "vllm"))
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/select_kernels.py" + (" --peers DIR" if vllm is not None else ""),
+    }
     print(json.dumps(machine), flush=True)
     records = run(vllm)
     if arguments.json is not None:

@@ -14,7 +14,9 @@ tests only, loads them). Queries and 16-bit K/V are multiplied as they are, E4M3
 beside queries brought to 1..2 by a power of two; probabilities are rounded to the products' dtype, never to E4M3;
 float32 takes no tensor cores.
 
-Bound: decode, the bytes of the selected K and V, each once a row; prefill grouped, the products.
+Bound: decode, the bytes of the selected K and V, each once a row; prefill grouped, the products. Measured on an H200
+(2026-12-01, torch 2.11, Triton 3.6, CUDA-graph replay), generic, 24/2 heads of 256, E4M3, 2,051 tokens a row, rows of
+random blocks: 1 row 12.5 us, 16 rows 23.3 us, 64 rows 65.6 us (134 MB, 32 us at 4.25 TB/s: 48% of the bound), 2,048 rows 1,424 us.
 """
 
 import torch
@@ -33,6 +35,7 @@ PLAIN_ELEMENTS, PLAIN_ELEMENTS_OLD = 64 * 256, 32 * 256
 FULL_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS = 528, 128, 16
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 PLAIN, E4M3_BITS, E4M3_CAST = 0, 1, 2
+_Tile = tuple[int, int, int]
 
 
 def refusal(
@@ -138,7 +141,7 @@ def _put_part(parts, stats, at, channel, top, total, out, mask, DIM: tl.constexp
     tl.store(stats + 2 * at + 1, total, mask=mask)
 
 
-@jit(vary=("run", "table_row"))
+@jit(vary=("table", "lengths", "k_scale", "run", "table_row"))
 def _generic(
     q,
     k,
@@ -204,7 +207,7 @@ def _generic(
     _put_part(parts, stats, at, channel, top, total, out, member < GROUP, DIM)
 
 
-@jit
+@jit(vary=("rows", "begins", "ends", "blocks", "masks", "k_scale"))
 def _grouped(
     q,
     k,
@@ -278,7 +281,7 @@ def _grouped(
         _put_part(parts, stats, at, channel, top, total, out, row >= 0, DIM)
 
 
-@jit
+@jit(vary=("v_scale", "lse"))
 def _merge(
     parts,
     stats,
@@ -347,16 +350,14 @@ def _product_dtype(dtype: torch.dtype, e4m3: bool) -> object:
     return tl.bfloat16 if dtype == torch.bfloat16 and not e4m3 else tl.float16
 
 
-# (tokens, warps, stages) of a tile of few queries, as in the generic route.
-SMALL_TILE = (64, 4, 2)
-
-
-def _tile(queries: int, dim_pad: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[int, int, int]:
+def _tile(queries: int, dim_pad: int, dtype: torch.dtype, kind: int, capability: tuple[int, int] | None) -> _Tile:
     """Tokens a tile, warps, stages."""
     if dtype == torch.float32 or (capability is not None and tuple(capability) < (8, 0)):
         return 16, 8, 1
+    if queries <= 16:
+        return (128, 4, 2) if kind == E4M3_CAST else (64, 4, 3 if kind == PLAIN else 2)
     if queries <= 32:
-        return SMALL_TILE
+        return 64, 4, 2
     return (32, 8, 2) if queries * dim_pad > 64 * 256 else (64, 8, 2)
 
 
@@ -388,7 +389,8 @@ def attend_generic(
     if not rows:
         return
     group_pad, dim_pad = max(16, next_power_of_2(group)), max(16, next_power_of_2(dim))
-    tile, warps, stages = _tile(group_pad, dim_pad, q.dtype, capability)
+    kind = kind_of(scales is not None, capability)
+    tile, warps, stages = _tile(group_pad, dim_pad, q.dtype, kind, capability)
     # Whole tiles that together hold the table's BLOCK * V tokens.
     run = (BLOCK * table.shape[1] + splits * tile - 1) // (splits * tile) * tile
     parts, stats = _parts(workspace, rows * heads * splits, dim)
@@ -403,7 +405,7 @@ def attend_generic(
         DIM_PAD=dim_pad,
         TILE=tile,
         SPLITS=splits,
-        KIND=kind_of(scales is not None, capability),
+        KIND=kind,
         DTYPE=_product_dtype(q.dtype, scales is not None),
         ZERO=zero,
         num_warps=warps,
@@ -442,7 +444,8 @@ def attend_grouped(
     if not total:
         return
     queries, dim_pad = max(16, next_power_of_2(group * places)), max(16, next_power_of_2(dim))
-    tile, warps, stages = _tile(queries, dim_pad, q.dtype, capability)
+    kind = kind_of(scales is not None, capability)
+    tile, warps, stages = _tile(queries, dim_pad, q.dtype, kind, capability)
     parts, stats = _parts(workspace, total * heads * splits, dim)
     stats.fill_(float("-inf"))
     if rows.shape[0]:
@@ -458,7 +461,7 @@ def attend_grouped(
             DIM_PAD=dim_pad,
             TILE=tile,
             SPLITS=splits,
-            KIND=kind_of(scales is not None, capability),
+            KIND=kind,
             DTYPE=_product_dtype(q.dtype, scales is not None),
             ZERO=zero,
             num_warps=warps,

@@ -76,7 +76,7 @@ def _put_side(x, cache, scale, counters, at, mask, E4M3: tl.constexpr):
     return wrong
 
 
-@jit(vary=("width",))
+@jit(vary=("positions", "requests", "table", "counters", "nonfinite", "width", "table_row"))
 def _append_kv(
     k,
     v,
@@ -175,7 +175,7 @@ def _row_of(positions, requests, rows, guess, request, position, STEP: tl.conste
     return found
 
 
-@jit(vary=("rows",))
+@jit(vary=("positions", "requests", "slots", "firsts", "rows"))
 def _pool_keys(
     raw,
     ring,
@@ -213,7 +213,7 @@ def _pool_keys(
     tl.store(firsts + row, tl.where(closes, position - 3, 0))
 
 
-@jit(vary=("rows", "width"))
+@jit(vary=("positions", "requests", "slots", "table", "rows", "width", "table_row"))
 def _put_index(
     raw,
     keys,
