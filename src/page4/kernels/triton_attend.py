@@ -16,7 +16,8 @@ float32 takes no tensor cores.
 
 Bound: decode, the bytes of the selected K and V, each once a row; prefill grouped, the products. Measured on an H200
 (2026-12-01, torch 2.11, Triton 3.6, CUDA-graph replay), generic, 24/2 heads of 256, E4M3, 2,051 tokens a row, rows of
-random blocks: 1 row 12.5 us, 16 rows 23.3 us, 64 rows 65.6 us (134 MB, 32 us at 4.25 TB/s: 48% of the bound), 2,048 rows 1,424 us.
+random blocks: 1 row 12.5 us, 16 rows 23.3 us, 64 rows 65.6 us (134 MB, 32 us at 4.25 TB/s: 48% of the bound), 2,048
+rows 1,424 us.
 """
 
 import torch
@@ -141,7 +142,7 @@ def _put_part(parts, stats, at, channel, top, total, out, mask, DIM: tl.constexp
     tl.store(stats + 2 * at + 1, total, mask=mask)
 
 
-@jit(vary=("table", "lengths", "k_scale", "run", "table_row"))
+@jit(vary=("table", "lengths", "k_scale", "stats", "run", "table_row"))
 def _generic(
     q,
     k,
@@ -207,7 +208,7 @@ def _generic(
     _put_part(parts, stats, at, channel, top, total, out, member < GROUP, DIM)
 
 
-@jit(vary=("rows", "begins", "ends", "blocks", "masks", "k_scale"))
+@jit(vary=("rows", "begins", "ends", "blocks", "masks", "k_scale", "stats"))
 def _grouped(
     q,
     k,
@@ -281,7 +282,7 @@ def _grouped(
         _put_part(parts, stats, at, channel, top, total, out, row >= 0, DIM)
 
 
-@jit(vary=("v_scale", "lse"))
+@jit(vary=("stats", "v_scale", "lse"))
 def _merge(
     parts,
     stats,
