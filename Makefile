@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard src/page4/kernels/cpu/*.[ch] src/page4/kernels/cuda/*.cu src/page4/kernels/cuda/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint
+.PHONY: help demo test lint gpu-test
 
 help:
-	@echo "make demo   set up $(VENV) and run the embedded checkpoint with and without MTP"
+	@echo "make demo   set up $(VENV), calibrate the embedded checkpoint and run it over E4M3 K/V with MTP"
 	@echo "make test   set up $(VENV) and run the tests"
+	@echo "make gpu-test  run the tests of the kernels on this machine's GPU, with PYTHON as it is (no $(VENV))"
 	@echo "make lint   set up $(VENV) and run ruff, clang-format, mypy and import-linter"
 
 $(STAMP): pyproject.toml constraints-dev.txt
@@ -23,6 +24,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -q -n auto
+
+# A GPU machine brings its own torch, Triton and CUDA: nothing is installed here.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/kernels tests/test_attend.py tests/test_select.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

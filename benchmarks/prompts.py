@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TEXT = Path(__file__).parent / "data" / "shelf.py.txt"
+from page4.assets import held_out_text
+
+TEXT = held_out_text()
 
 
 def tokens(folder: Path) -> list[int]:

@@ -17,7 +17,7 @@ from page4 import env
 from page4.cache.rows import Rows
 from page4.cache.storage import LayerKV
 from page4.errors import KernelError, message
-from page4.kernels import cpu, reference, reference_wanted, supports, torch_attend
+from page4.kernels import cpu, gpu, reference, reference_wanted, supports, torch_attend
 from page4.plan import GROUP_ROWS, MAX_HEADS_PER_KV, GroupedPlan, RowPlan, plan_grouped, plan_rows
 from page4.select import Selection
 
@@ -109,7 +109,10 @@ def attend(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     heads_per_kv = q.shape[1] // layer_kv.k.shape[2]
     compiled = splits == 1 and zero_unattended and is_compiled(q, layer_kv)
-    if route == "auto":
+    on_gpu = gpu.attend_refusal(q, layer_kv.k) is None
+    if route == "auto" and on_gpu:
+        route = "generic"
+    elif route == "auto":
         allowed = bool(env.get("GROUPED"))
         chosen = choose_route(
             rows.lengths(),
@@ -123,7 +126,19 @@ def attend(
     route_counts[route] += 1
     logit_scale = scale if layer_kv.k_scale is None else scale * layer_kv.k_scale.value
     v_scale = 1.0 if layer_kv.v_scale is None else layer_kv.v_scale.value
-    if route == "generic" and compiled:
+    if route == "generic" and on_gpu:
+        plan = plan_rows(selection, rows, layer_kv.page_tokens, repoint_padding=repoint_padding)
+        sides = None
+        if layer_kv.k_scale is not None and layer_kv.v_scale is not None:
+            sides = (layer_kv.k_scale, layer_kv.v_scale)
+        out, lse = gpu.attend_rows(
+            *(q, (layer_kv.k, layer_kv.v), plan, scale, sides, gate),
+            splits=splits if splits > 1 else None,
+            want_lse=return_lse,
+            zero_unattended=zero_unattended,
+        )
+        gate = None
+    elif route == "generic" and compiled:
         out, lse = _compiled(q, layer_kv, selection, rows, logit_scale, v_scale, gate, want_lse=return_lse)
         gate = None
     elif route == "grouped":

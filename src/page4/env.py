@@ -30,7 +30,7 @@ class Variable:
 
 
 def _parse_kernels(text: str) -> str:
-    if text not in ("auto", "torch", "reference"):
+    if text not in ("auto", "torch", "reference", "triton"):
         raise ValueError(text)
     return text
 
@@ -60,8 +60,9 @@ def _parse_threads(text: str) -> int | None:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("PAGE4_KERNELS", "auto", "auto, torch or reference", _parse_kernels,
-             "torch leaves out the compiled CPU kernels, reference runs every operation on its readable truth"),
+    Variable("PAGE4_KERNELS", "auto", "auto, torch, reference or triton", _parse_kernels,
+             "torch leaves out compiled and GPU kernels, reference runs every operation on its readable truth, "
+             "triton leaves out compiled ones and runs Triton's, on a CPU in its interpreter"),
     Variable("PAGE4_POISON", "off", "off or a byte from 0x00 to 0xFF", _parse_poison,
              "fill the arena with this byte at start and a page whenever it changes owner"),
     Variable("PAGE4_GROUPED", "1", "0 or 1", _parse_switch,
@@ -69,6 +70,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PAGE4_PLAN_REPOINT", "1", "0 or 1", _parse_switch,
              "point the padding entries of a grouped plan at the group's first real block",
              ("VLLM_SM70_QSA_GROUPED_PAD_FIX",)),
+    Variable("PAGE4_E4M3_MTP", "0", "0 or 1", _parse_switch,
+             "admit MTP over E4M3 K/V without a qualification", ("VLLM_QWEN4EXP_QSA_E4M3_MTP",)),
     Variable("PAGE4_THREADS", "auto", "auto or a count from 1 to 1024", _parse_threads,
              "CPU threads that torch may use"),
 )  # fmt: skip
@@ -81,7 +84,7 @@ def get(name: Literal["KERNELS"]) -> str: ...
 @overload
 def get(name: Literal["POISON", "THREADS"]) -> int | None: ...
 @overload
-def get(name: Literal["GROUPED", "PLAN_REPOINT"]) -> bool: ...
+def get(name: Literal["GROUPED", "PLAN_REPOINT", "E4M3_MTP"]) -> bool: ...
 def get(name: str) -> object:
     """The value of PAGE4_<name>, from the process environment, an alias or the default.
 

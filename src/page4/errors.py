@@ -5,6 +5,8 @@ Each message is one line: what, allowed, got, do this (see `message`). `exit_cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Page4Error(Exception):
     """Base of all page4 errors."""
@@ -60,6 +62,16 @@ class DocumentError(ScaleError):
     def __init__(self, text: str, kind: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class LaneError(ScaleError):
+    """A lane is not admitted; `faults` holds every reason, one line each, and the text all of them."""
+
+    def __init__(self, what: str, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        many = len(self.faults) > 1
+        listed = [f"({n}) {fault}" if many else fault for n, fault in enumerate(self.faults, start=1)]
+        super().__init__(f"{_printable(what)}: refused, {len(self.faults)} fault{'s' * many}: {'; '.join(listed)}")
 
 
 class CacheError(Page4Error):

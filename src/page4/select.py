@@ -18,7 +18,7 @@ from page4 import kernels
 from page4.cache.rows import Rows
 from page4.cache.units import BLOCK_TOKENS
 from page4.errors import KernelError, message
-from page4.kernels import cpu, reference, torch_planner, torch_select
+from page4.kernels import cpu, gpu, reference, torch_planner, torch_select
 
 # Scores of one chunk of rows, all index heads counted: what bounds the workspace whatever the context. Small enough to
 # stay in a CPU's cache and in memory that the allocator hands out again without page faults.
@@ -33,15 +33,18 @@ class Selection:
 
     `canonical` says that the ids are known to be so: ascending, distinct and complete at the row's position. Every
     selection made here is; ids from elsewhere need not be, and `as_canonical` drops those that select nothing.
+    bad_rows: [R] bool, rows with a NaN among their visible scores, which select nothing; None when NaN was refused.
     """
 
     block_ids: Tensor
     counts: Tensor
     canonical: bool = False
+    bad_rows: Tensor | None = None
 
     def take(self, index: Tensor) -> Selection:
         """The selection of some rows, index: [M] int64."""
-        return Selection(self.block_ids[index], self.counts[index], self.canonical)
+        bad_rows = None if self.bad_rows is None else self.bad_rows[index]
+        return Selection(self.block_ids[index], self.counts[index], self.canonical, bad_rows)
 
     def as_canonical(self, positions: Tensor) -> Selection:
         """The same selection in canonical form: an id below 0 or not complete at its row's position is not selected."""
@@ -63,13 +66,16 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
     """The selection of every row of a step.
 
     index_q: [R, I, E] (after norm and RoPE), pooled: [P, S / 4, E] block keys of the pages, top_k: blocks a row.
-    Raises `KernelError` naming the row when a visible score is NaN, or when shapes do not fit.
+    Raises `KernelError` when shapes do not fit, and when a visible score is NaN: naming the row, but for GPU kernels,
+    which do not wait for the host and report such rows in `bad_rows`.
     """
     if index_q.ndim != 3 or index_q.shape[0] != rows.num_rows or index_q.shape[2] != pooled.shape[2]:
         allowed = f"[{rows.num_rows}, I, {pooled.shape[2]}]"
         raise KernelError(message("index_q", allowed=allowed, got=list(index_q.shape), do="pass one row a token"))
     if top_k < 1:
         raise KernelError(message("top_k", allowed="1 or more blocks", got=top_k, do="fix the geometry"))
+    if gpu.select_refusal(index_q, pooled) is None:
+        return _on_gpu(index_q, pooled, rows, top_k)
     visible: Tensor = rows.once("visible", lambda: visible_blocks(rows.positions))
     most = _most_visible(rows, visible)
     if most <= top_k:
@@ -87,6 +93,21 @@ def select(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection
     for (index, _, _), ids in zip(tiles, found, strict=True):
         block_ids[index] = ids
     return Selection(block_ids, counts, True)
+
+
+def _on_gpu(index_q: Tensor, pooled: Tensor, rows: Rows, top_k: int) -> Selection:
+    """The selection without a host sync: what a step may see is bounded by what the host knows, or by the table."""
+    lengths = rows.lengths()
+    most, window = rows.block_table.shape[1] * pooled.shape[1], -(-rows.num_rows // max(1, rows.num_requests))
+    if lengths is not None and rows.first_positions is not None:
+        ends = [first + n for first, n in zip(rows.first_positions, lengths, strict=True) if n]
+        most, window = max(ends, default=0) // BLOCK_TOKENS, max(lengths, default=1)
+        if most <= top_k:
+            visible: Tensor = rows.once("visible", lambda: visible_blocks(rows.positions))
+            return _everything(visible, min(most, top_k))
+    places = (rows.positions, rows.request_of_row, rows.block_table)
+    ids, counts, bad = gpu.select_blocks(index_q, pooled, places, top_k, most, max(1, window))
+    return Selection(ids, counts, True, bad)
 
 
 def is_compiled(index_q: Tensor, pooled: Tensor) -> bool:

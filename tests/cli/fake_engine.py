@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from page4.engine.metrics import KVCounts
+
 
 @dataclass
 class Metrics:
@@ -40,11 +42,17 @@ class Result:
     outputs: list[Completion]
 
 
+class Lane:
+    """What the engine says about its lane."""
+
+    def as_object(self) -> dict[str, Any]:
+        return {"kv_dtype": "fp8_e4m3", "warnings": []}
+
+
 class FakeLLM:
     """Writes 8 tokens for every prompt: in 4 windows of 3 drafts, of which 3, 1 and 0 are accepted at each position."""
 
     made: ClassVar[list[FakeLLM]] = []
-    wrong_with_drafts = False
     notes_to_tell: ClassVar[tuple[str, ...]] = ()
     finish_reason = "length"
 
@@ -52,8 +60,13 @@ class FakeLLM:
         self.model, self.options = model, options
         self.metrics = Metrics()
         self.notes = self.notes_to_tell
+        self.lane = Lane()
         self.calls: list[tuple[list[Any], Any]] = []
         FakeLLM.made.append(self)
+
+    def kv_counts(self) -> tuple[KVCounts, ...]:
+        """One layer, which clipped two values of V."""
+        return (KVCounts(3, "k", 0.25, 0, 0), KVCounts(3, "v", 0.5, 2, 0))
 
     def generate(self, prompts: list[Any], params: Any, *, on_chunk: Any = None) -> list[Result]:
         self.calls.append((prompts, params))
@@ -62,8 +75,6 @@ class FakeLLM:
         for number, prompt in enumerate(prompts):
             ids = list(prompt) if isinstance(prompt, list) else list(prompt.encode())
             tokens = [number, *range(1, 8)]
-            if drafts and self.wrong_with_drafts:
-                tokens[-1] = 99
             outputs = [Completion(index, tokens, f"text {number}\n", self.finish_reason) for index in range(params.n)]
             results.append(Result(str(number), ids, outputs))
             self.metrics.prefill_tokens += 100

@@ -13,9 +13,10 @@ import tokenizers
 
 import page4
 from page4 import cli
+from page4.assets import held_out_text
 
 MTP = '{"method":"mtp","num_speculative_tokens":3}'
-TEXT = (Path(__file__).parents[2] / "benchmarks" / "data" / "shelf.py.txt").read_text()[:1200]
+TEXT = held_out_text().read_text()[:1200]
 SHORT = ("--max-tokens", "12", "--max-model-len", "1k", "--json")
 
 

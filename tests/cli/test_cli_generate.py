@@ -1,4 +1,4 @@
-"""`page4 generate` and `page4 demo` on an engine with known answers: what is passed on, what is printed."""
+"""`page4 generate` on an engine with known answers: what is passed on, what is printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def test_json_holds_exactly_the_fields(capsys: pytest.CaptureFixture[str]) -> No
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
     value = json.loads(out)
-    assert set(value) == {"outputs", "metrics"}
+    assert set(value) == {"outputs", "metrics", "lane", "kv_cache"}
+    assert value["lane"] == {"kv_dtype": "fp8_e4m3", "warnings": []}
+    assert value["kv_cache"] == [
+        {"layer": 3, "side": "k", "scale": 0.25, "clipped": 0, "nonfinite": 0},
+        {"layer": 3, "side": "v", "scale": 0.5, "clipped": 2, "nonfinite": 0},
+    ]
     first, second = value["outputs"]
     assert set(first) == {"prompt_token_ids", "token_ids", "text", "finish_reason"}
     assert first["token_ids"] == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -59,6 +64,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(capsys: pytest.CaptureFixture
     # 8 tokens in 4 windows; 3, 1 and 0 of the 4 accepted the first, second and third draft.
     assert "prefill 200 tokens/s, decode 32 tokens/s, 5 target steps, 2.00 tokens a step" in err
     assert "acceptance per position 0.75 0.25 0.00" in err
+    assert "E4M3 K/V of 1 layers, clipped values: 2 in v of layer 3\n" in err
     assert "\x1b" not in out + err
 
 
@@ -86,8 +92,9 @@ def test_every_flag_reaches_the_engine(capsys: pytest.CaptureFixture[str], tmp_p
         f"--prompt-file {tmp_path}/p.txt --prompt-token-ids {tmp_path}/ids.json --max-tokens 1k --min-tokens 2 "
         "--temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 5 --stop END --stop FIN --stop-token-ids 9 "
         "--stop-token-ids 10 --ignore-eos --n 2 --logprobs 1 --dtype bfloat16 --kv-cache-dtype fp8 "
-        f"--draft-kv-dtype bfloat16 --allow-unit-scales --speculative-config {MTP} --max-model-len 4K "
-        "--max-num-batched-tokens 512 --max-num-seqs 3 --kv-cache-memory-bytes 64M --block-size 32 --json"
+        "--draft-kv-dtype bfloat16 --allow-unit-scales --allow-prototype-scales --e4m3-mtp "
+        f"--speculative-config {MTP} --max-model-len 4K --max-num-batched-tokens 512 --max-num-seqs 3 "
+        "--kv-cache-memory-bytes 64M --block-size 32 --device cuda:1 --json"
     )
     code, _, err = run(capsys, "generate", "tiny", "given", *flags.split())
     assert (code, err) == (0, "")
@@ -103,7 +110,10 @@ def test_every_flag_reaches_the_engine(capsys: pytest.CaptureFixture[str], tmp_p
         "block_size": 32,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
         "allow_unit_scales": True,
+        "allow_prototype_scales": True,
+        "e4m3_mtp": True,
         "seed": 5,
+        "device": "cuda:1",
     }
     ((prompts, params),) = llm.calls
     assert len(prompts) == 3
@@ -146,22 +156,3 @@ def test_text_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> 
     console.print_text("é")
     stream.seek(0)
     assert stream.read() == "\\xe9"
-
-
-def test_demo_says_that_the_tokens_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo")
-    assert code == 0
-    assert "MTP tokens equal: yes\n" in out
-    assert "acceptance per draft position: 0.75 0.25 0.00\n" in out
-    assert "tokens a target step: 2.00 with MTP, 1.00 without\n" in out
-    assert "decode speed: 32 tokens/s with MTP, 32 without (1.00x)\n" in out
-
-
-def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeLLM, "wrong_with_drafts", True)
-    code, out, _ = run(capsys, "demo")
-    assert code == 1
-    assert "MTP tokens equal: NO\n" in out
-    code, out, _ = run(capsys, "demo", "--json")
-    assert code == 1
-    assert json.loads(out)["mtp_tokens_equal"] is False

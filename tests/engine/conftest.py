@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.engine.lanes import with_scales
 from tests.oracle import random_checkpoint
 
 # Few tokens, so that drafts of a random head are accepted now and then; budget 32, so that prompts above 35 are pruned.
@@ -28,6 +29,18 @@ def small_two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **{**SMALL, "num_key_value_heads": 2, "num_attention_heads": 4, "ple_layer_ids": []},
         layer_types=["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
     )
+
+
+@pytest.fixture(scope="session")
+def small_e4m3(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small` with K/V scales of its target and its draft."""
+    return with_scales(small, tmp_path_factory.mktemp("small_e4m3"))
+
+
+@pytest.fixture(scope="session")
+def small_two_heads_e4m3(small_two_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small_two_heads` with K/V scales of its target and its draft."""
+    return with_scales(small_two_heads, tmp_path_factory.mktemp("small_two_e4m3"))
 
 
 @pytest.fixture(scope="module", autouse=True)

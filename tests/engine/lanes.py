@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from page4 import LLM, SamplingParams
 from page4.engine.output import StreamChunk
+from page4.geometry import Geometry
+
+E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "e4m3_mtp": True}
 
 
 def make_llm(folder: Path, k: int, **options: Any) -> LLM:
@@ -14,6 +21,20 @@ def make_llm(folder: Path, k: int, **options: Any) -> LLM:
     speculative = {"method": "mtp", "num_speculative_tokens": k} if k else None
     settings = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 8, **options}
     return LLM(folder, speculative_config=speculative, **settings)
+
+
+def with_scales(folder: Path, out: Path, *, draft: bool = True, skip: tuple[str, ...] = ()) -> Path:
+    """A copy of a single-file checkpoint with a scale of its own for each QSA layer and side, but for names in `skip`.
+
+    Some values of a random model clip at these scales, and all are rounded.
+    """
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    owners = [f"model.layers.{layer}" for layer in Geometry.from_folder(folder).qsa_layers]
+    owners += ["mtp.layers.0"] if draft else []
+    names = [f"{owner}.self_attn.{side}_scale" for owner in owners for side in "kv"]
+    scales = {name: torch.tensor(0.0047 + 0.0009 * n) for n, name in enumerate(names) if name not in skip}
+    save_file(load_file(out / "model.safetensors") | scales, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def tokens(llm: LLM, prompt: list[int], count: int, **params: Any) -> list[int]:

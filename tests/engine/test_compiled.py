@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.lanes import assert_idle, make_llm, prompt_of
+from tests.engine.lanes import E4M3, assert_idle, make_llm, prompt_of
 from tests.kernels.cpu_cases import needs_compiler
 from tests.oracle import oracle_greedy
 
@@ -34,9 +34,7 @@ def compiled_parts(llm: LLM) -> set[bool]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_dtype": "fp8_e4m3", "allow_unit_scales": True}], ids=["fp32", "e4m3"]
-)
+@pytest.mark.parametrize("options", [{}, E4M3], ids=["fp32", "e4m3"])
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("folder", ["small", "small_two_heads"])
 def test_greedy_tokens_are_those_of_torch(
@@ -47,7 +45,7 @@ def test_greedy_tokens_are_those_of_torch(
     options: dict[str, Any],
     threads: int,
 ) -> None:
-    path: Path = request.getfixturevalue(folder)
+    path: Path = request.getfixturevalue(f"{folder}_e4m3" if options else folder)
     found = {}
     for kernels in ("auto", "torch"):
         monkeypatch.setenv("PAGE4_KERNELS", kernels)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.lanes import assert_idle, make_llm, prompt_of, tokens
+from tests.engine.lanes import E4M3, assert_idle, make_llm, prompt_of, tokens, with_scales
 
 from page4 import SamplingParams
 
@@ -82,14 +82,14 @@ def broken(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][5] = torch.inf
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return with_scales(folder, tmp_path_factory.mktemp("broken_e4m3"))
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_request_with_values_that_are_not_finite_faults_alone(broken: Path, k: int, kv: str) -> None:
     """Long prompts too, where the indexer refuses to rank NaN; the others go on as if they were alone."""
-    options = {"kv_cache_dtype": kv, "allow_unit_scales": True}
+    options = {**E4M3, "kv_cache_dtype": kv}
     good = [[t if t != 5 else 6 for t in prompt_of(length, 46)] for length in (12, 44, 70)]
     bad = [[*good[0][:7], 5, *good[0][7:]], [*good[2][:60], 5, *good[2][60:]]]
     params = SamplingParams(max_tokens=8, ignore_eos=True, **NEVER_5)
@@ -104,7 +104,7 @@ def test_a_request_with_values_that_are_not_finite_faults_alone(broken: Path, k:
         assert output.error is not None
         assert results[n].request_id in output.error
         if kv == "fp8_e4m3" and n == 1:  # the indexer refuses the long one before that
-            assert "K or V of the token at position" in output.error
+            assert "K, V or index scores of the token at position" in output.error
     assert_idle(llm)
     assert tokens(llm, good[1], 8, **NEVER_5) == alone[1]
 
@@ -112,7 +112,7 @@ def test_a_request_with_values_that_are_not_finite_faults_alone(broken: Path, k:
 def test_a_refused_draft_that_is_not_finite_harms_nobody(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target never says token 5; a draft that does is refused, and what its row computed is nobody's."""
     for kv in ("auto", "fp8_e4m3"):
-        options = {"kv_cache_dtype": kv, "allow_unit_scales": True}
+        options = {**E4M3, "kv_cache_dtype": kv}
         prompts = [[t if t != 5 else 6 for t in prompt_of(length, 47)] for length in (12, 70)]
         alone = [tokens(make_llm(broken, 0, **options), prompt, 8, **NEVER_5) for prompt in prompts]
         assert [len(found) for found in alone] == [8, 8]

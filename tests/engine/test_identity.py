@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engine.lanes import assert_idle, collect, make_llm, prompt_of, tokens
+from tests.engine.lanes import E4M3, assert_idle, collect, make_llm, prompt_of, tokens
 from tests.oracle import oracle_greedy
 
 from page4 import SamplingParams, embedded_checkpoint
@@ -103,11 +103,14 @@ def test_the_embedded_checkpoint_agrees_with_itself_and_with_the_oracle() -> Non
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_e4m3_keys_and_values_do_not_depend_on_k(small: Path, k: int) -> None:
-    options = {"kv_cache_dtype": "fp8_e4m3", "allow_unit_scales": True}
-    plain = make_llm(small, 0, **options)
-    drafting = make_llm(small, k, **options)
+def test_e4m3_keys_and_values_do_not_depend_on_k(small_e4m3: Path, k: int) -> None:
+    plain = make_llm(small_e4m3, 0, **E4M3)
+    drafting = make_llm(small_e4m3, k, **E4M3)
     for prompt in PROMPTS[3:]:
         assert tokens(drafting, prompt, COUNT) == tokens(plain, prompt, COUNT)
     assert_idle(drafting)
-    assert set(plain.kv_clips()) == set(plain.geometry.qsa_layers)
+    geometry = plain.geometry
+    for llm, layers in ((plain, geometry.qsa_layers), (drafting, (*geometry.qsa_layers, geometry.draft_layer))):
+        counted = llm.metrics.kv
+        assert [(entry.layer, entry.side) for entry in counted] == [(layer, side) for layer in layers for side in "kv"]
+        assert sum(entry.clipped for entry in counted) > 0 and not any(entry.nonfinite for entry in counted)

@@ -13,7 +13,15 @@ from tests.oracle import random_checkpoint
 
 from page4 import LLM, SamplingParams
 from page4.engine import llm as llm_module
-from page4.errors import CacheError, ConfigError, Page4Error, RequestError, ScaleError, ShardError, UsageError
+from page4.errors import (
+    CacheError,
+    ConfigError,
+    LaneError,
+    Page4Error,
+    RequestError,
+    ShardError,
+    UsageError,
+)
 
 PROMPT = prompt_of(20, 41)
 
@@ -66,7 +74,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Page4Error], int, tuple[str, ...]]] = [
     ({"max_num_seqs": 0}, UsageError, 2, ("max_num_seqs", "0")),
     ({"max_num_batched_tokens": 1.5}, UsageError, 2, ("max_num_batched_tokens", "1.5")),
     ({"max_num_batched_tokens": 3, "speculative_config": _mtp(3)}, UsageError, 2, ("max_num_batched_tokens", "4")),
-    ({"kv_cache_dtype": "fp8"}, ScaleError, 3, ("scale",)),
+    ({"kv_cache_dtype": "fp8"}, LaneError, 3, ("no layers.3.self_attn.k_scale", "--kv-cache-dtype auto")),
     ({"seed": "x"}, UsageError, 2, ("seed", "'x'")),
     ({"device": "nowhere"}, UsageError, 2, ("device", "nowhere")),
 ]

@@ -154,6 +154,16 @@ def test_processes_at_once_leave_one_whole_file(sources: Path) -> None:
 
 
 @needs("sm_70")
+def test_threads_compile_every_kernel_once(sources: Path) -> None:
+    before = cuda_build.compile_counts["add.cu", "sm_70"]
+    requests = [("add.cu", "sm_70", {"ADDEND": addend}) for addend in (1, 2, 3)] * 3
+    cuda_build.compile_all(requests, threads=4)
+    assert cuda_build.compile_counts["add.cu", "sm_70"] - before == 3 == len(cached(sources))
+    with pytest.raises(KernelError, match="define"):
+        cuda_build.compile_all([*requests, ("add.cu", "sm_70", {"A B": 1})])
+
+
+@needs("sm_70")
 def test_what_does_not_compile_says_why(sources: Path) -> None:
     (sources / "add.cu").write_text("__global__ void broken( {}\n")
     with pytest.raises(KernelError, match=r"add\.cu: expected a source that compiles, got .*error"):

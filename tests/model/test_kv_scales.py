@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from page4.checkpoint import Checkpoint
 from page4.codec import Scale
-from page4.errors import ScaleError
+from page4.errors import LaneError, ScaleError
 from page4.geometry import Geometry
 from page4.model.kv_scales import Scales, resolve_scales
 
@@ -156,7 +155,7 @@ def test_the_names_of_an_e4m3_cache(resolve: Any, kv_dtype: str | torch.dtype) -
 
 
 def test_a_draft_without_scales_is_refused_unless_its_policy_is_stated(resolve: Any) -> None:
-    with pytest.raises(ScaleError, match=r"mtp\.layers\.0\.self_attn\.k_scale.*draft_kv_dtype"):
+    with pytest.raises(ScaleError, match=r"mtp\.layers\.0\.self_attn\.k_scale.*--draft-kv-dtype"):
         resolve(target(), with_draft=True)
     assert set(resolve(target(), with_draft=True, draft_kv_dtype="auto")) == {3}
     assert set(resolve(target(), with_draft=True, draft_kv_dtype=torch.bfloat16)) == {3}
@@ -175,11 +174,33 @@ def test_draft_scales_stay_unused_without_a_draft(resolve: Any) -> None:
     assert set(resolve({**target(), **draft()}, with_draft=False)) == {3}
 
 
-def test_unit_scales_only_when_asked_for_and_said(resolve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "page4"):
-        scales = resolve({}, with_draft=True, allow_unit_scales=True)
-    assert scales == {3: (Scale(1.0), Scale(1.0)), 4: (Scale(1.0), Scale(1.0))}
-    assert len(caplog.records) == 2 and all("are 1" in record.getMessage() for record in caplog.records)
+def test_unit_scales_serve_a_target_when_asked_for_and_never_a_draft(resolve: Any) -> None:
+    assert resolve({}, allow_unit_scales=True) == {3: (Scale(1.0), Scale(1.0))}
+    with pytest.raises(LaneError, match=r"of the draft.*no mtp\.layers\.0.*--draft-kv-dtype auto") as error:
+        resolve({}, with_draft=True, allow_unit_scales=True)
+    assert len(error.value.faults) == 1
+    assert resolve({}, with_draft=True, draft_kv_dtype="auto", allow_unit_scales=True).keys() == {3}
+    assert resolve(draft(), with_draft=True, allow_unit_scales=True)[4] == (Scale(0.125), Scale(2.0))
+
+
+def test_all_faults_are_in_one_message(resolve: Any) -> None:
+    tensors = {
+        "model.layers.3.self_attn.k_scale": scalar(math.nan),
+        "model.layers.9.self_attn.k_scale": scalar(1),
+        "model.layers.3.self_attn.q_scale": scalar(1),
+        "mtp.layers.0.self_attn.v_scale": torch.ones(2),
+    }
+    with pytest.raises(LaneError) as error:
+        resolve(tensors, with_draft=True)
+    expected = [
+        "no layers.3.self_attn.v_scale", "model.layers.3.self_attn.k_scale", "model.layers.9.self_attn.k_scale",
+        "model.layers.3.self_attn.q_scale", "mtp.layers.0.self_attn.v_scale: ",
+        "of the draft: expected two for each of the layers [4], got no mtp.layers.0.self_attn.k_scale;",
+    ]  # fmt: skip
+    assert len(error.value.faults) == len(expected)
+    for part in expected:
+        assert sum(part in fault for fault in error.value.faults) == 1, part
+    assert "refused, 6 faults: (1) " in str(error.value) and str(error.value).isprintable()
 
 
 def test_unit_scales_never_complete_a_set(resolve: Any) -> None:

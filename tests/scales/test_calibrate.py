@@ -306,12 +306,12 @@ def test_long_samples_run_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Chunks of 16 rows give the counts of one chunk, the draft's too, and nearly its values."""
     samples = token_samples(4, seed=5)
     whole = run(tmp_path / "whole", samples).report
-    init = module.CalibrationLane.__init__
+    init = module.SampleLane.__init__
 
     def short_steps(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options, step_rows=16)
 
-    monkeypatch.setattr(module.CalibrationLane, "__init__", short_steps)
+    monkeypatch.setattr(module.SampleLane, "__init__", short_steps)
     cut = run(tmp_path / "cut", samples).report
     assert cut["counted_forwards"] > whole["counted_forwards"]
     for name in NAMES:

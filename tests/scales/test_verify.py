@@ -202,3 +202,18 @@ def test_a_prototype_is_a_note(world: World) -> None:
     forge(world.overlay / PROVENANCE, lambda p: p["scales"][0].update(origin="prototype:unit"))
     findings = verify_overlay(world.overlay)
     assert findings.faults == [] and "prototype:unit" in findings.notes[0]
+
+
+def test_whole_hashes_report_their_bytes(built: World) -> None:
+    """Every byte of the recorded shards once: by verify, by an overlay that records them, by one that copies."""
+    total = sum((built.base / name).stat().st_size for name in SHARDS)
+    seen: list[int] = []
+    assert not verify_overlay(built.overlay, full=True, on_bytes=seen.append).faults
+    assert sum(seen) == total
+    seen.clear()
+    built.build("recorded", full=True, on_bytes=seen.append)
+    assert sum(seen) == total
+    seen.clear()
+    built.build("copied", full=False, copy=True, on_bytes=seen.append)
+    carried = [path for path in built.base.rglob("*") if path.is_file() and path.name != INDEX]
+    assert sum(seen) == sum(path.stat().st_size for path in carried)

@@ -13,3 +13,8 @@ def embedded_checkpoint() -> Path:
 def calibration_samples() -> Path:
     """JSONL samples that calibrate the embedded checkpoint."""
     return Path(__file__).resolve().parent / "calibration.jsonl"
+
+
+def held_out_text() -> Path:
+    """A text that was written for measurements: a library module with its documentation, in no training corpus."""
+    return Path(__file__).resolve().parent / "shelf.py.txt"

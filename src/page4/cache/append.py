@@ -19,6 +19,7 @@ from page4.cache.storage import LayerKV
 from page4.cache.units import BLOCK_TOKENS
 from page4.codec import encode_sides
 from page4.errors import CacheError, message
+from page4.kernels import gpu
 
 NormAndRope = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,14 +35,19 @@ def append_kv(layer_kv: LayerKV, k: Tensor, v: Tensor, rows: Rows) -> Tensor | N
     for name, x in (("k", k), ("v", v)):
         if list(x.shape) != allowed:
             raise CacheError(message(name, allowed=allowed, got=list(x.shape), do="pass one row a token"))
+    if gpu.append_refusal(k, layer_kv.k) is None:
+        scales = None
+        if layer_kv.k_scale is not None and layer_kv.v_scale is not None:
+            scales = (layer_kv.k_scale, layer_kv.v_scale)
+        return gpu.append_kv(k, v, (layer_kv.k, layer_kv.v), _of(rows), scales, layer_kv.counters)
     page, offset, real = kv_places(rows, layer_kv.page_tokens)
     nonfinite = None
     if layer_kv.k_scale is not None and layer_kv.v_scale is not None:
         both = torch.stack((k, v))
         if real is not None:
             both = torch.where(real.view(1, -1, 1, 1), both, 0)
-        scales = (layer_kv.k_scale, layer_kv.v_scale)
-        (k, v), nonfinite = encode_sides(both, scales, counters=layer_kv.counters)
+        pair = (layer_kv.k_scale, layer_kv.v_scale)
+        (k, v), nonfinite = encode_sides(both, pair, counters=layer_kv.counters)
     _put(layer_kv.k, page, offset, k, real)
     _put(layer_kv.v, page, offset, v, real)
     return nonfinite
@@ -68,6 +74,9 @@ def append_index(
     ):
         if list(got) != allowed:
             raise CacheError(message(name, allowed=allowed, got=list(got), do="rebuild the step"))
+    if gpu.wanted(raw_keys.device) and gpu.append_refusal(raw_keys.unsqueeze(1), pooled.unsqueeze(2)) is None:
+        gpu.append_index(pooled, ring, raw_keys, _of(rows), state_slots, norm_and_rope)
+        return
     places = index_places(rows, state_slots, pooled.shape[1] * BLOCK_TOKENS)
     blocks = places.blocks
     if blocks is not None:
@@ -79,6 +88,10 @@ def append_index(
         _put(pooled, blocks.page, blocks.place, norm_and_rope(mean, blocks.first), blocks.real)
     newest = raw_keys if places.rows is None else raw_keys[places.rows]
     _put(ring, places.slots, places.ring_places, newest, places.real)
+
+
+def _of(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.positions, rows.request_of_row, rows.block_table
 
 
 def _put(view: Tensor, first: Tensor, second: Tensor, values: Tensor, real: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from page4.errors import CheckpointError, message
@@ -10,6 +11,7 @@ from page4.errors import CheckpointError, message
 CONFIG_NAME = "config.json"
 _CHUNK_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 16 << 20
+OnBytes = Callable[[int], None]
 
 
 def sha256_of_bytes(data: bytes) -> str:
@@ -17,12 +19,14 @@ def sha256_of_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_of_file(path: Path) -> str:
-    """The hex digest of a file's content."""
+def sha256_of_file(path: Path, on_bytes: OnBytes | None = None) -> str:
+    """The hex digest of a file's content; `on_bytes` hears of every piece that was read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 from pydantic import Field, field_validator, model_validator
 
 from page4.checkpoint.documents import Record
-from page4.checkpoint.hashes import CONFIG_NAME, config_sha256, sha256_of_file
+from page4.checkpoint.hashes import CONFIG_NAME, OnBytes, config_sha256, sha256_of_file
 from page4.checkpoint.header import ShardHeader, TensorEntry
 from page4.checkpoint.index import Checkpoint
 from page4.checkpoint.index_file import INDEX_NAME
@@ -72,8 +72,10 @@ class BaseRecord(Record):
         return value if ours else None
 
 
-def base_record(folder: Path, *, full: bool | None = None) -> BaseRecord:
+def base_record(folder: Path, *, full: bool | None = None, on_bytes: OnBytes | None = None) -> BaseRecord:
     """The record of a base. `full` hashes whole shards: True always, False never, None when it is cheap.
+
+    `on_bytes` hears of what is hashed whole.
 
     Raises `CheckpointError`.
     """
@@ -85,7 +87,10 @@ def base_record(folder: Path, *, full: bool | None = None) -> BaseRecord:
         index_sha256=checkpoint.index_sha256,
         config_sha256=config_sha256(folder),
         tensors_sha256=tensors_sha256(checkpoint),
-        shards={name: shard_record(path, header, full=full) for name, (path, header) in sorted(shards.items())},
+        shards={
+            name: shard_record(path, header, full=full, on_bytes=on_bytes)
+            for name, (path, header) in sorted(shards.items())
+        },
     )
 
 
@@ -102,9 +107,11 @@ def hash_tensors(entries: Iterator[tuple[str, TensorEntry]]) -> str:
     return digest.hexdigest()
 
 
-def shard_record(path: Path, header: ShardHeader, *, full: bool | None = False) -> ShardRecord:
+def shard_record(
+    path: Path, header: ShardHeader, *, full: bool | None = False, on_bytes: OnBytes | None = None
+) -> ShardRecord:
     """The record of one file; with `full` None, its whole hash only where a hub cache names the file by it."""
-    whole = sha256_of_file(path) if full else None
+    whole = sha256_of_file(path, on_bytes) if full else None
     if full is None and path.parent.name == "blobs" and _BLOB_NAME.fullmatch(path.name):
         whole = path.name
     with path.open("rb") as file:

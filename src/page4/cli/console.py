@@ -40,6 +40,14 @@ def print_text(text: str) -> None:
 
 
 @contextmanager
+def step_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, on a terminal only; the block calls what it gets with (done, all)."""
+    with _bar(what, unit) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
 def token_bar(total_tokens: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, on a terminal only; the block calls what it gets with every count of new tokens."""
     with _bar("generating") as bar:
@@ -47,11 +55,11 @@ def token_bar(total_tokens: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def _bar(what: str) -> Progress:
+def _bar(what: str, unit: str = "tokens") -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = stderr()
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -69,6 +77,18 @@ def counting_bar(what: str) -> Iterator[CountingBar]:
     with _bar(what) as bar:
         task = bar.add_task("", total=None)
         yield CountingBar(lambda total: bar.update(task, total=total), lambda count: bar.advance(task, count))
+
+
+@contextmanager
+def byte_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, on a terminal only; the block calls what it gets with every count of bytes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda count: bar.advance(task, count)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ DraftKV = Annotated[
     option(
         "--draft-kv-dtype",
         metavar="TYPE",
-        help="Keys and values of the draft layer, when they differ from --kv-cache-dtype.",
+        help="Keys and values of the draft layer, when not as --kv-cache-dtype; auto keeps them as --dtype.",
         panel=LANE,
     ),
 ]
@@ -125,6 +125,18 @@ UnitScales = Annotated[
     option(
         "--allow-unit-scales", help="Run E4M3 at scale 1.0 where the checkpoint has no calibrated scales.", panel=LANE
     ),
+]
+PrototypeScales = Annotated[
+    bool,
+    option(
+        "--allow-prototype-scales",
+        help="Run with draft scales that nobody measured (marked prototype: in the overlay).",
+        panel=LANE,
+    ),
+]
+E4M3MTP = Annotated[
+    bool,
+    option("--e4m3-mtp", help="Admit drafts over E4M3 K/V, a lane that holds no qualification yet.", panel=LANE),
 ]
 Speculative = Annotated[
     str | None,
@@ -150,6 +162,9 @@ KVBytes = Annotated[
     option("--kv-cache-memory-bytes", help="Size of the arena (keys, values, states).", panel=LANE, **Number),
 ]
 BlockSize = Annotated[int, option("--block-size", metavar="N", help="Tokens in a page, a multiple of 4.", panel=LANE)]
+Device = Annotated[
+    str, option("--device", metavar="NAME", help="Where the lane runs: cpu, cuda or cuda:N.", panel=LANE)
+]
 Json = Annotated[bool, option("--json", help="Print one JSON object on stdout.", panel=OUTPUT)]
 PromptFile = Annotated[
     list[Path] | None,

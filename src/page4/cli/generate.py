@@ -66,12 +66,15 @@ def generate(
     kv_cache_dtype: flags.KVCache = flags.KVCacheDType.auto,
     draft_kv_dtype: flags.DraftKV = None,
     allow_unit_scales: flags.UnitScales = False,
+    allow_prototype_scales: flags.PrototypeScales = False,
+    e4m3_mtp: flags.E4M3MTP = False,
     speculative_config: flags.Speculative = None,
     max_model_len: flags.MaxModelLen = None,
     max_num_batched_tokens: flags.MaxBatched = DEFAULT_BATCHED_TOKENS,
     max_num_seqs: flags.MaxSeqs = 8,
     kv_cache_memory_bytes: flags.KVBytes = None,
     block_size: flags.BlockSize = 16,
+    device: flags.Device = "cpu",
     revision: flags.Revision = None,
     json: flags.Json = False,
 ) -> None:
@@ -110,7 +113,10 @@ def generate(
             block_size=block_size,
             speculative_config=speculative,
             allow_unit_scales=allow_unit_scales,
+            allow_prototype_scales=allow_prototype_scales,
+            e4m3_mtp=e4m3_mtp or None,
             seed=seed,
+            device=device,
         )
     for note in llm.notes:
         console.stderr().print(f"page4: note: {note}")
@@ -118,9 +124,13 @@ def generate(
         results = llm.generate(token_ids, params, on_chunk=lambda chunk: advance(len(chunk.token_ids)))
     counts = report.Counts.of(llm)
     if json:
-        console.print_json({"outputs": report.outputs_object(results), "metrics": report.metrics_object(counts)})
+        metrics = report.metrics_object(counts)
+        lane = {"lane": llm.lane.as_object(), "kv_cache": report.kv_object(llm.kv_counts())}
+        console.print_json({"outputs": report.outputs_object(results), "metrics": metrics, **lane})
     else:
         show(results, counts)
+        if clips := report.clips_line(llm.kv_counts()):
+            console.stderr().print(clips, style="dim")
     check_finished(results)
 
 

@@ -10,6 +10,7 @@ from page4.cli.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from page4.engine import LLM, RequestOutput
+    from page4.engine.metrics import KVCounts
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,20 @@ def metrics_object(counts: Counts) -> dict[str, Any]:
         "accepted_per_position": list(counts.accepted_per_position),
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def kv_object(counts: Iterable[KVCounts]) -> list[dict[str, Any]]:
+    """The `kv_cache` of `--json`: scale, clips and inputs that are no numbers of each E4M3 layer and side."""
+    return [vars(entry).copy() for entry in counts]
+
+
+def clips_line(counts: Iterable[KVCounts]) -> str | None:
+    """What an E4M3 cache clipped, for people; None for a 16-bit cache."""
+    entries = list(counts)
+    if not entries:
+        return None
+    clipped = [f"{entry.clipped} in {entry.side} of layer {entry.layer}" for entry in entries if entry.clipped]
+    return f"E4M3 K/V of {len(entries) // 2} layers, clipped values: {', '.join(clipped) or 'none'}"
 
 
 def summary_line(counts: Counts) -> str:

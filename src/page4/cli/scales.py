@@ -12,6 +12,7 @@ from page4.cli import console, flags, models
 from page4.cli.flags import option
 
 if TYPE_CHECKING:
+    from page4.scales.effect import Effect, ScaleResult
     from page4.scales.faults import Findings
 
 app = typer.Typer(help="Packs, overlays and checks of calibrated K/V scales.")
@@ -110,9 +111,17 @@ def overlay(
 
     sources = Sources(target_source.value, target_report, draft_report, draft_unit_scale, draft_from_layer)
     folder = models.resolve(base)
-    with console.spinner(f"building {out}"):
+    with console.byte_bar(f"building {out}", weight_bytes(folder)) as on_bytes:
         summary = build_overlay(
-            folder, pack, out, sources, naming=naming.value, copy=copy, force=force, full=full or None
+            folder,
+            pack,
+            out,
+            sources,
+            naming=naming.value,
+            copy=copy,
+            force=force,
+            full=full or None,
+            on_bytes=on_bytes,
         )
     for name in summary.prototypes:
         console.stderr().print(f"page4: note: prototype scale, not calibrated: {name}")
@@ -141,8 +150,8 @@ def verify(
     """Check everything that an overlay claims, without loading it: exit code 1 when anything is wrong."""
     from page4.scales.verify import verify_overlay
 
-    with console.spinner(f"verifying {folder}"):
-        findings = verify_overlay(folder, full=full, root=root)
+    with console.byte_bar(f"verifying {folder}", weight_bytes(folder)) as on_bytes:
+        findings = verify_overlay(folder, full=full, root=root, on_bytes=on_bytes)
     report = {"folder": str(folder), "full": full, **findings.as_object()}
     if json:
         console.print_json(report)
@@ -150,6 +159,14 @@ def verify(
         show(report, findings)
     if findings.faults:
         raise typer.Exit(1)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weight files of a folder, as far as they can be seen; for a bar, so nothing is refused here."""
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.exists())
+    except OSError:
+        return 0
 
 
 def show(report: dict[str, Any], findings: Findings) -> None:
@@ -165,3 +182,67 @@ def show(report: dict[str, Any], findings: Findings) -> None:
     counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in findings.counts.items())
     verdict = f"{len(findings.faults)} faults" if findings.faults else "pass"
     out.print(f"{report['folder']}: {verdict} ({counts})")
+
+
+@app.command("effect")
+def effect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an overlay.")],
+    prompts: Annotated[
+        Path | None,
+        option("--prompts", metavar="FILE", help="JSONL as for calibrate; the shipped samples.", panel=flags.PROMPTS),
+    ] = None,
+    num_samples: Annotated[
+        int, option("--num-samples", help="Samples at most.", panel=flags.PROMPTS, **flags.Number)
+    ] = 3,
+    max_seq_length: Annotated[
+        int, option("--max-seq-length", help="Longer samples are cut.", panel=flags.PROMPTS, **flags.Number)
+    ] = 640,
+    seed: Annotated[int, option("--seed", metavar="N", help="Which samples.", panel=flags.PROMPTS)] = 42,
+    dtype: flags.Weights = flags.DType.auto,
+    allow_prototype_scales: flags.PrototypeScales = False,
+    json: flags.Json = False,
+) -> None:
+    """Prove by running that every scale takes effect on its side of its layer: exit code 1 when one does not."""
+    from page4.scales.effect import EffectOptions, measure_effect
+
+    options = EffectOptions(
+        prompts=prompts,
+        num_samples=num_samples,
+        max_seq_length=max_seq_length,
+        seed=seed,
+        dtype=dtype.value,
+        allow_prototype_scales=allow_prototype_scales,
+    )
+    with console.step_bar(f"proving the scales of {folder}", "runs") as progress:
+        found = measure_effect(models.check_folder(folder), options, progress)
+    if json:
+        console.print_json({"folder": str(folder), "pass": not found.faults, **found.as_object()})
+    else:
+        show_effect(folder, found)
+    if found.faults:
+        raise typer.Exit(1)
+
+
+def show_effect(folder: Path, found: Effect) -> None:
+    """A row for each scale, then the faults and a line."""
+    from page4.cli.doctor import make_table
+
+    out = console.stdout()
+    probes = [probe.probe for probe in found.scales[0].probes] if found.scales else []
+    columns = ["of", "scale", "error", "served", *probes, "effect"]
+    rows = [effect_row(entry) for entry in found.scales]
+    title = "attention error against unquantised K/V, as it is and with one scale changed (times as large)"
+    out.print(make_table(title, columns, rows))
+    for fault in found.faults:
+        out.print(f"fault: {fault}")
+    logits = [f"{name} {x:.2%}" for name, x in (("target", found.target_logits), ("draft", found.draft_logits)) if x]
+    verdict = f"{len(found.faults)} faults" if found.faults else "pass, every scale takes effect"
+    sizes = f"{len(found.scales)} scales, {found.tokens} tokens, logit error {', '.join(logits)}"
+    out.print(f"{folder}: {verdict} ({sizes})")
+
+
+def effect_row(entry: ScaleResult) -> list[str]:
+    """One scale for people."""
+    cells = [f"{entry.layer} {entry.side}", f"{entry.scale:.3g}", f"{entry.error:.1%}", f"{entry.served_error:.1%}"]
+    cells += [f"{probe.error:.0%} {probe.growth:.0f}x" for probe in entry.probes]
+    return [*cells, "NO" if entry.faults else "yes"]

@@ -8,6 +8,7 @@ request (`ledger`), never by row, so a request that left meanwhile gets nothing.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,9 +33,12 @@ from page4.engine.sampling import Logprobs, logprobs
 from page4.engine.scheduler import Scheduler, StepPlan, Work
 from page4.engine.tokenizer import Tokenizer
 from page4.engine.verifying import Asked, Verified, gives_token, verify
+from page4.engine.watchdog import WatchdogEvent
 from page4.errors import KernelError, UsageError, message
 from page4.model.batch import RowSpan, StepBatch
 from page4.model.decoder import Model
+
+_LOG = logging.getLogger("page4")
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,9 @@ class EngineCore:
             if work.num_drafts and (work.request.owner in bad or (result is not None and not result.usable)):
                 raise _RowsRefused  # perhaps only because of a draft: what k = 0 computes decides
         whole = all(count == work.num_rows for count, work in zip(taken, plan.work, strict=True))
-        self.model.commit(batch, output.pending, self.arena, None if whole else torch.tensor(taken))
+        self.model.commit(
+            batch, output.pending, self.arena, None if whole else torch.tensor(taken, device=self.model.device)
+        )
 
         landed = self._ledger.land(flight, list(zip(plan.work, taken, strict=True))).values
         catch_up: list[CatchUp] = []
@@ -304,9 +310,19 @@ class EngineCore:
         if work.is_window:
             self.metrics.count_window(work.num_drafts, len(verified.tokens) - 1)
             self.metrics.decode_tokens += len(delta.token_ids)
+            self._watch(request, work.num_drafts, len(verified.tokens) - 1)
         if delta.finish_reason is not None:
             self._forget(request, delta.finish_reason)
         return delta
+
+    def _watch(self, request: Request, drafted: int, accepted: int) -> None:
+        """Draft no more for a request whose windows look wrong, and say so."""
+        signature = request.watchdog.observe(drafted, accepted, request.token_ids)
+        if signature is not None:
+            request.drafts_off = True
+            event = WatchdogEvent(request.request_id, request.index, signature, request.num_tokens)
+            self.metrics.watchdog_events.append(event)
+            _LOG.warning("request %s: %s; it goes on without drafts", request.request_id, signature)
 
     def _catch_up(self, work: Work, taken: int, first_row: int) -> CatchUp | None:
         """What the draft head has to see of this step; None when it will not be needed again."""
@@ -369,7 +385,9 @@ class EngineCore:
                 if flags[row]:
                     position = entry.first_position + row - batch.row_starts[n]
                     name = f"request {entry.request.request_id}"
-                    found[entry.request.owner] = f"{name}: K or V of the token at position {position} is not finite"
+                    found[entry.request.owner] = (
+                        f"{name}: K, V or index scores of the token at position {position} is not finite"
+                    )
                     break
         return found
 

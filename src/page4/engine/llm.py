@@ -16,14 +16,14 @@ from page4.cache.storage import Arena
 from page4.checkpoint import Checkpoint
 from page4.engine.admission import DEFAULT_BATCHED_TOKENS, Sizes, check_prompt, concurrent_windows, plan_arena
 from page4.engine.core import EngineCore, Limits
-from page4.engine.metrics import EngineMetrics
+from page4.engine.lane import LaneOptions, admit
+from page4.engine.metrics import EngineMetrics, KVCounts
 from page4.engine.options import cache_dtype, check_count, compute_dtype, device_of, num_drafts, set_threads
 from page4.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk, Usage
 from page4.engine.params import SamplingParams
 from page4.engine.tokenizer import Tokenizer, read_json
 from page4.errors import UsageError, message
 from page4.geometry import Geometry
-from page4.model.kv_scales import resolve_scales
 from page4.model.weights import load_model
 
 Prompt = str | Sequence[int]
@@ -37,7 +37,9 @@ class LLM:
     kv_cache_dtype, draft_kv_dtype: auto (as dtype), a 16-bit type, float32, or fp8_e4m3, which needs calibrated scales
     in the checkpoint. max_model_len: tokens of prompt and output together. kv_cache_memory_bytes: size of the arena;
     by default enough for `max_num_seqs` requests under 1 GiB. speculative_config: {"method": "mtp",
-    "num_speculative_tokens": k}, k = 0..7. Raises errors of `page4.errors` before weights are read.
+    "num_speculative_tokens": k}, k = 0..7. e4m3_mtp: admit drafts over E4M3 K/V (None: PAGE4_E4M3_MTP).
+    allow_unit_scales, allow_prototype_scales: run without calibrated scales, which `lane.warnings` then says.
+    Raises errors of `page4.errors` before weights are read.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class LLM:
         block_size: int = 16,
         speculative_config: Mapping[str, Any] | None = None,
         allow_unit_scales: bool = False,
+        allow_prototype_scales: bool = False,
+        e4m3_mtp: bool | None = None,
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
@@ -76,8 +80,18 @@ class LLM:
         compute = compute_dtype(dtype, geometry, where)
         kv_dtype = cache_dtype("kv_cache_dtype", kv_cache_dtype, compute)
         draft_dtype = kv_dtype if draft_kv_dtype is None else cache_dtype("draft_kv_dtype", draft_kv_dtype, compute)
-        scales = resolve_scales(
-            checkpoint, geometry, kv_dtype, draft_dtype, with_draft=drafts > 0, allow_unit_scales=allow_unit_scales
+        self.lane = admit(
+            self.model_path,
+            checkpoint,
+            geometry,
+            LaneOptions(
+                kv_dtype,
+                draft_dtype if drafts else None,
+                drafts,
+                allow_unit_scales=allow_unit_scales,
+                allow_prototype_scales=allow_prototype_scales,
+                e4m3_mtp=e4m3_mtp,
+            ),
         )
         layout = CacheLayout.of(
             geometry,
@@ -99,7 +113,7 @@ class LLM:
         self.notes: tuple[str, ...] = () if plan.note is None else (plan.note,)
         self.geometry = geometry
         loaded = load_model(self.model_path, compute, where, with_draft=drafts > 0)
-        arena = Arena(layout, plan.num_pages, where, env.get("POISON"), scales)
+        arena = Arena(layout, plan.num_pages, where, env.get("POISON"), self.lane.scales)
         self.load_report = loaded.load_report
         self.weight_bytes = _weight_bytes(checkpoint, loaded.load_report.loaded, compute)
         self.arena_bytes = arena.num_bytes
@@ -118,7 +132,8 @@ class LLM:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Counters since the engine was made."""
+        """Counters since the engine was made; `kv` are those of this moment."""
+        self._core.metrics.kv = self.kv_counts()
         return self._core.metrics
 
     @property
@@ -131,14 +146,9 @@ class LLM:
         """The engine below: scheduler, allocator and arena, for tests and tools."""
         return self._core
 
-    def kv_clips(self) -> dict[int, tuple[int, int]]:
-        """Values that the E4M3 writer clipped so far, (K, V) by layer; empty for 16-bit K/V."""
-        found = {}
-        for layer in self._core.arena.layout.kv:
-            layer_kv = self._core.arena.layer_kv(layer)
-            if layer_kv.is_e4m3 and layer_kv.counters is not None:
-                found[layer] = (int(layer_kv.counters[0, 0]), int(layer_kv.counters[1, 0]))
-        return found
+    def kv_counts(self) -> tuple[KVCounts, ...]:
+        """What the E4M3 writer has done so far, by layer and side; empty for 16-bit K/V. Waits for the device."""
+        return KVCounts.of(self._core.arena)
 
     def generate(
         self,

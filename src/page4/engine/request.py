@@ -8,6 +8,7 @@ from typing import Literal
 
 from page4.cache.pages import StateSlot
 from page4.engine.params import SamplingParams
+from page4.engine.watchdog import Watchdog
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -26,7 +27,7 @@ class Request:
 
     `arrival` orders requests by age and makes `owner` unique, so that bookkeeping never depends on row order or on
     an id that a caller uses twice. `drafts` are the tokens proposed to follow the last token of `token_ids`.
-    `drafts_off` is set when the draft head cannot compute the request.
+    `drafts_off` is set when the draft head cannot compute the request, and when its watchdog has raised an alarm.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Request:
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     drafts_off: bool = False
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def owner(self) -> str:

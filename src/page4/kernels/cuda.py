@@ -65,6 +65,27 @@ def capability(device: torch.device | int | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def device() -> torch.device:
+    """The current CUDA device of torch."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def current_device() -> int:
+    """Index of torch's current device."""
+    import torch
+
+    return torch.cuda.current_device()
+
+
+def stream_handle(device: torch.device | int | None = None) -> int:
+    """The current stream of torch on a device, as the driver knows it."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def function(source: str, name: str, *, arch: str, defines: Mapping[str, str | int] | None = None) -> Function:
     """Kernel `name` (extern "C") of `source` on the current device; compiled and loaded when first asked for.
 
@@ -138,17 +159,15 @@ def launch(
     key = (tuple(grid), tuple(block), shared_bytes, dependent)
     config = function._configs.get(key) or _config(function, key)
     on = torch.cuda.current_stream(function.device) if stream is None else stream
-    start(_Stream(on.cuda_stream), config, function.kernel, *_arguments(function, args))
+    start(_stream(function.device, on.cuda_stream), config, function.kernel, *_arguments(function, args))
 
 
-class _Stream:
-    """A raw stream as cuda-core takes one from others."""
+@functools.cache
+def _stream(device: int, handle: int) -> Any:
+    """A stream of torch as cuda-core takes one; only named by its handle, never owned."""
+    from cuda.core import Stream
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
+    return Stream.from_handle(handle)
 
 
 def _config(function: Function, key: tuple[Any, ...]) -> Any:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
 # (source, arch) -> compilations of this process, cached files not counted: warm-up proves by it that none happen later.
 compile_counts: Counter[tuple[str, str]] = Counter()
 _LOG = logging.getLogger("page4")
+# One for each file: threads compile different kernels at once, and one kernel once.
+_locks: dict[Path, threading.Lock] = {}
 _LOCK = threading.Lock()
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -72,8 +76,10 @@ def compile(source: str, *, arch: str, defines: Mapping[str, str | int] | None =
     files = _files(source)
     options = (f"--gpu-architecture={arch}", *OPTIONS, *_defines(defines or {}))
     key = _key(files, options, library.version)
+    path = cpu_build.cache_folder() / "cuda" / f"{Path(source).stem}-{arch}-{key}.kernel"
     with _LOCK:
-        path = cpu_build.cache_folder() / "cuda" / f"{Path(source).stem}-{arch}-{key}.kernel"
+        lock = _locks.setdefault(path, threading.Lock())
+    with lock:
         found = _read(path, source, arch)
         if found is None:
             found = _compile(library, source, arch, files, options)
@@ -81,10 +87,19 @@ def compile(source: str, *, arch: str, defines: Mapping[str, str | int] | None =
     return found
 
 
+def compile_all(requests: Iterable[tuple[str, str, Mapping[str, str | int]]], *, threads: int | None = None) -> None:
+    """Fills the cache with many kernels at once; requests: (source, arch, defines). Raises as `compile`."""
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        started = [pool.submit(compile, source, arch=arch, defines=defines) for source, arch, defines in requests]
+    for one in started:
+        one.result()
+
+
 def _compile(
     library: nvrtc.Library, source: str, arch: str, files: Mapping[str, bytes], options: tuple[str, ...]
 ) -> CompiledKernel:
-    compile_counts[source, arch] += 1
+    with _LOCK:
+        compile_counts[source, arch] += 1
     headers = {name: text for name, text in files.items() if name != source}
     ptx = arch.startswith("compute_")
     output = nvrtc.compile_program(library, files[source], source, headers, options, ptx=ptx)

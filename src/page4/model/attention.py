@@ -26,7 +26,10 @@ from page4.select import Selection, extend, select
 
 @dataclass(frozen=True)
 class QsaOutput:
-    """out: [R, hidden]; nonfinite_rows: [R] bool, rows whose K or V the cache could not hold, None when not counted."""
+    """out: [R, hidden]; nonfinite_rows: [R] bool, None when not counted.
+
+    These are rows whose K or V the cache could not hold, or whose index scores were no numbers.
+    """
 
     out: Tensor
     selection: Selection
@@ -59,19 +62,34 @@ class Queries:
         return cls(torch.cat([part.q for part in parts]), torch.cat([part.gate for part in parts]), joined)
 
 
-# Sees (layer, k [R, J, D], v [R, J, D]) as the cache is about to store them: K after norm and RoPE, in the model's
-# dtype. It must not keep or change them.
-KvObserver = Callable[[int, Tensor, Tensor], None]
+# Sees (layer, k [R, J, D], v [R, J, D], rows) as the cache is about to store them: K after norm and RoPE, in the
+# model's dtype. It must not keep or change them.
+KvObserver = Callable[[int, Tensor, Tensor, Rows], None]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention of a layer, as it came out: heads [R, H, D], and what it was computed from but for the cache."""
+
+    layer: int
+    queries: Queries
+    selection: Selection
+    rows: Rows
+    heads: Tensor
+
+
+AttentionObserver = Callable[[Attended], None]
 
 
 class Qsa:
-    """One layer; `layer` is its index in the arena. `observer` is for calibration, None otherwise."""
+    """One layer; `layer` is its index in the arena. The observers are for tools that measure, None otherwise."""
 
     def __init__(self, weights: QsaWeights, geometry: Geometry, rope: Rope, layer: int) -> None:
         self.layer, self.rope, self.eps = layer, rope, geometry.rms_norm_eps
         self.heads, self.kv_heads, self.dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.index = geometry.index
         self.observer: KvObserver | None = None
+        self.attention_observer: AttentionObserver | None = None
         self.split = weights.split
         self.in_proj = Linear(weights.in_proj, weights.in_bias)
         self.o_proj = Linear(weights.o_proj, weights.o_bias)
@@ -114,11 +132,11 @@ class Qsa:
         if suffix is not None:
             parts.append(self._attend(Queries.joined(kept), suffix.rows, arena, reuse))
         outs, selections = zip(*parts, strict=True)
-        return QsaOutput(
-            outs[0] if len(outs) == 1 else torch.cat(outs),
-            _joined(selections),
-            None if not flags else flags[0] if len(flags) == 1 else torch.cat(flags),
-        )
+        selection = _joined(selections)
+        nonfinite = None if not flags else flags[0] if len(flags) == 1 else torch.cat(flags)
+        if selection.bad_rows is not None:
+            nonfinite = _with_bad(nonfinite, selection.bad_rows, x.shape[0], suffix)
+        return QsaOutput(outs[0] if len(outs) == 1 else torch.cat(outs), selection, nonfinite)
 
     def _write(
         self, x: Tensor, segment: Segment, cos_sin: tuple[Tensor, Tensor], arena: Arena, *, score: bool
@@ -134,7 +152,7 @@ class Qsa:
         qk = rotate_(rms_norm(torch.cat((q, k), 1), self.qk_norm, self.eps), *cos_sin)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         if self.observer is not None:
-            self.observer(self.layer, k, v)
+            self.observer(self.layer, k, v, segment.rows)
         nonfinite = append_kv(layer_kv, k, v, segment.rows)
         index = index.view(-1, self.index.num_heads + 1, self.index.head_dim)
         pooled, ring = arena.pooled(self.layer), arena.ring(self.layer)
@@ -157,7 +175,7 @@ class Qsa:
         q, k, index_q = kernel.queries(projected, *cos_sin, score=score)
         if self.observer is not None:
             v = projected[:, sum(self.split[:2]) : sum(self.split[:3])]
-            self.observer(self.layer, k, v.view(-1, self.kv_heads, self.dim))
+            self.observer(self.layer, k, v.view(-1, self.kv_heads, self.dim), rows)
         sides = (layer_kv.k_scale, layer_kv.v_scale)
         scales = (1.0 if sides[0] is None else sides[0].value, 1.0 if sides[1] is None else sides[1].value)
         caches, places = (layer_kv.k, layer_kv.v), kv_places(rows, layer_kv.page_tokens)[:2]
@@ -178,6 +196,8 @@ class Qsa:
         else:
             selection = extend(*reuse, rows.positions)
         heads = attend(queries.q, arena.layer_kv(self.layer), selection, rows, gate=queries.gate)
+        if self.attention_observer is not None:
+            self.attention_observer(Attended(self.layer, queries, selection, rows, heads))
         return self.o_proj(heads.flatten(1)), selection
 
     def _index_keys(self, mean_keys: Tensor, first_positions: Tensor) -> Tensor:
@@ -186,10 +206,24 @@ class Qsa:
         return rotate_(keys, *self.rope.cos_sin(first_positions)).squeeze(1)
 
 
+def _with_bad(nonfinite: Tensor | None, bad_rows: Tensor, rows: int, suffix: Suffix | None) -> Tensor:
+    """[rows] bool: `nonfinite` (None: nowhere), and the rows whose scores were no numbers."""
+    if suffix is None:
+        return bad_rows if nonfinite is None else nonfinite | bad_rows
+    found = torch.zeros(rows, dtype=torch.bool, device=bad_rows.device) if nonfinite is None else nonfinite.clone()
+    found[suffix.index] |= bad_rows
+    return found
+
+
 def _joined(selections: tuple[Selection, ...]) -> Selection:
     """The selections of consecutive runs of rows as one."""
     if len(selections) == 1:
         return selections[0]
     width = max(part.block_ids.shape[1] for part in selections)
     ids = [F.pad(part.block_ids, (0, width - part.block_ids.shape[1]), value=-1) for part in selections]
-    return Selection(torch.cat(ids), torch.cat([part.counts for part in selections]), True)
+    bad_rows = None
+    if any(part.bad_rows is not None for part in selections):
+        # Where nothing was pruned nothing was scored, and no row is bad.
+        none = [part.counts != part.counts if part.bad_rows is None else part.bad_rows for part in selections]
+        bad_rows = torch.cat(none)
+    return Selection(torch.cat(ids), torch.cat([part.counts for part in selections]), True, bad_rows)

@@ -19,13 +19,13 @@ from page4.engine.tokenizer import Tokenizer
 from page4.errors import UsageError, message
 from page4.geometry import Geometry
 from page4.model.weights import load_model
-from page4.scales.calibration_lane import CalibrationLane
 from page4.scales.files import digest_of, json_bytes
 from page4.scales.observe import Observer, check_complete, expected_layers
 from page4.scales.partial import Partial, Shard
 from page4.scales.report import ROUNDING, RUN_NAME, build_report, read_report
 from page4.scales.rules import Rule
 from page4.scales.sample_file import read_samples
+from page4.scales.sample_lane import SampleLane
 from page4.scales.samples import Sample, SampleSet, choose, tokenize
 from page4.scales.schema import REPORT_NAME
 
@@ -124,7 +124,7 @@ def _measure(
     loaded = load_model(model, dtype, device_of(options.device))
     layers = expected_layers(loaded.geometry, with_draft=loaded.draft is not None)
     longest = max(len(sample.token_ids) for samples in parts.values() for sample in samples)
-    lane = CalibrationLane(loaded, batch_size=options.batch_size, max_tokens=longest)
+    lane = SampleLane(loaded, batch_size=options.batch_size, max_tokens=longest)
     observer = Observer()
     with observer.attached(loaded):
         for name, samples in parts.items():

@@ -7,11 +7,12 @@ runs inside `counting`, and it never changes a tensor, so outputs are the same b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
 from torch import Tensor
 
+from page4.cache.rows import Rows
 from page4.errors import ScaleError, message
 from page4.geometry import Geometry
 from page4.model.attention import Qsa
@@ -38,8 +39,8 @@ class Observer:
         self._request: str | None = None
         self._failed: str | None = None
 
-    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k, v: [R, J, D]; the hook of `Qsa.observer`."""
+    def __call__(self, layer: int, k: Tensor, v: Tensor, rows: Rows | None = None) -> None:
+        """k, v: [R, J, D]; the hook of `Qsa.observer`. Where they go does not matter."""
         if self._request is None:
             return
         for side, x in zip(SIDES, (k, v), strict=True):
@@ -64,6 +65,13 @@ class Observer:
         finally:
             self._request = None
         self.counted_forwards += 1
+
+    def step(self, request: str) -> AbstractContextManager[None]:
+        """One forward of calibration requests, for `SampleLane`."""
+        return self.counting(CALIBRATION, request=request)
+
+    def outputs(self, target: Tensor, draft: Tensor | None) -> None:
+        """Not looked at: calibration is about what goes into the cache."""
 
     @contextmanager
     def attached(self, model: Model) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import page4
-from page4.checkpoint.hashes import sha256_of_bytes
+from page4.checkpoint.hashes import OnBytes, sha256_of_bytes
 from page4.checkpoint.identity import BaseRecord, base_record, check_base
 from page4.checkpoint.index_file import INDEX_NAME
 from page4.checkpoint.provenance import (
@@ -72,11 +72,12 @@ def build_overlay(
     copy: bool = False,
     force: bool = False,
     full: bool | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> OverlaySummary:
     """Write the overlay of `base` with the scales of `pack` and of the draft source to the new folder `out`.
 
     `copy` copies the base's files instead of linking them. `full` records the SHA-256 of whole shards: True always,
-    False never, None where that is cheap or the shards are copied anyway.
+    False never, None where that is cheap or the shards are copied anyway. `on_bytes` hears of what is hashed or copied.
 
     Raises `ScaleError`, `CheckpointError`, `UsageError`, before anything is written, when base, pack and reports do not
     belong together or `out` may not be written.
@@ -88,10 +89,10 @@ def build_overlay(
     read = read_pack(pack)
     check_base(read.manifest.base_checkpoint, opened.folder, f"PACK {pack}")
     plan = _plan(opened, read, resolve_sources(sources, read, opened.folder, opened.geometry), naming)
-    record = base_record(opened.folder, full=full)
+    record = base_record(opened.folder, full=full, on_bytes=on_bytes)
     with staged(out, force=force, apart_from=read_from) as stage:
         target = Path(os.path.realpath(out.parent)) / out.name
-        hashes = _carry(stage, target, opened, copy=copy)
+        hashes = _carry(stage, target, opened, copy=copy, on_bytes=on_bytes)
         provenance = _provenance(plan, _bound(record, opened, None if copy else target, hashes))
         stage.write(TARGET_NAME, plan.target_data)
         if plan.draft_data is not None:
@@ -128,12 +129,12 @@ def _plan(base: Base, pack: Pack, resolved: Resolved, naming: Naming) -> _Plan:
     )
 
 
-def _carry(stage: Stage, target: Path, base: Base, *, copy: bool) -> dict[str, str]:
+def _carry(stage: Stage, target: Path, base: Base, *, copy: bool, on_bytes: OnBytes | None) -> dict[str, str]:
     """Links or copies of the base's files; the SHA-256 of each copy."""
     hashes: dict[str, str] = {}
     for name, source in base.files.items():
         if copy:
-            hashes[name] = stage.copy(name, source)
+            hashes[name] = stage.copy(name, source, on_bytes)
         else:
             stage.link(name, os.path.relpath(base.folder / name, (target / name).parent))
     return hashes

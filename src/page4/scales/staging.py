@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from page4.checkpoint.hashes import sha256_of_file
+from page4.checkpoint.hashes import OnBytes, sha256_of_file
 from page4.errors import UsageError, message
 from page4.scales.files import FILE_MODE, FOLDER_MODE, make_folder, sync
 
@@ -36,13 +36,13 @@ class Stage:
         """A symbolic link as it is to stand there."""
         self._place(name).symlink_to(target)
 
-    def copy(self, name: str, source: Path) -> str:
-        """A copy of a file, read back for its SHA-256, which is returned."""
+    def copy(self, name: str, source: Path, on_bytes: OnBytes | None = None) -> str:
+        """A copy of a file, read back for its SHA-256, which is returned; `on_bytes` hears of what was read back."""
         path = self._place(name)
         with source.open("rb") as reader, path.open("xb") as writer:
             shutil.copyfileobj(reader, writer, 1 << 20)
             os.fchmod(writer.fileno(), FILE_MODE)
-        return sha256_of_file(path)
+        return sha256_of_file(path, on_bytes)
 
     def _place(self, name: str) -> Path:
         path = self.folder / name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from page4.checkpoint.hashes import CONFIG_NAME, MAX_CONFIG_BYTES, sha256_of_file
+from page4.checkpoint.hashes import CONFIG_NAME, MAX_CONFIG_BYTES, OnBytes, sha256_of_file
 from page4.checkpoint.index_file import INDEX_NAME
 from page4.checkpoint.provenance import PROVENANCE_NAME, Provenance, read_unsealed
 from page4.errors import ConfigError, DocumentError, Page4Error, PathEscapeError
@@ -22,11 +22,13 @@ from page4.scales.verify_shards import check_shards
 from page4.scales.view import View
 
 
-def verify_overlay(folder: Path, *, full: bool = False, root: Path | None = None) -> Findings:
+def verify_overlay(
+    folder: Path, *, full: bool = False, root: Path | None = None, on_bytes: OnBytes | None = None
+) -> Findings:
     """Verify an overlay; it holds when `faults` is empty.
 
-    `root`: links are followed as inside a container whose root is this folder. Raises `UsageError` when the overlay
-    does not lie in it, and nothing else that a file can cause.
+    `root`: links are followed as inside a container whose root is this folder. `on_bytes` hears of what is hashed
+    whole. Raises `UsageError` when the overlay does not lie in the root, and nothing else that a file can cause.
     """
     findings = Findings()
     if root is None and not folder.is_dir():
@@ -40,7 +42,7 @@ def verify_overlay(folder: Path, *, full: bool = False, root: Path | None = None
             _check_record(view, provenance)
         _check_files(view, provenance)
         geometry = _geometry(view, provenance)
-        shards = check_shards(view, provenance, full=full)
+        shards = check_shards(view, provenance, full=full, on_bytes=on_bytes)
         check_index(view, provenance, shards)
         check_scales(view, provenance, geometry, shards)
     except (OSError, MemoryError, Page4Error) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from page4.checkpoint.hashes import sha256_of_file
+from page4.checkpoint.hashes import OnBytes, sha256_of_file
 from page4.checkpoint.header import ShardHeader, read_header
 from page4.checkpoint.identity import ShardRecord, shard_record
 from page4.checkpoint.provenance import Provenance
@@ -16,7 +16,7 @@ WHOLE_BYTES = 256 << 20
 Headers = dict[str, tuple[Path, ShardHeader]]
 
 
-def check_shards(view: View, provenance: Provenance | None, *, full: bool) -> Headers:
+def check_shards(view: View, provenance: Provenance | None, *, full: bool, on_bytes: OnBytes | None = None) -> Headers:
     """The readable weight files by name; faults for all others and for those that are not the recorded ones."""
     names = {name for name in view.names() if name.endswith(".safetensors") and "/" not in name}
     records: dict[str, ShardRecord] = {}
@@ -37,7 +37,9 @@ def check_shards(view: View, provenance: Provenance | None, *, full: bool) -> He
         if header is not None:
             headers[name] = (path, header)
             if name in records:
-                _compare(view.findings, name, records[name], path, header, full=full, whole=whole)
+                sure = whole and records[name].sha256 is not None
+                seen = shard_record(path, header, full=sure, on_bytes=on_bytes)
+                _compare(view.findings, name, records[name], seen, full=full)
     view.findings.counts["shards"] = len(records)
     return headers
 
@@ -52,10 +54,7 @@ def _header(findings: Findings, name: str, path: Path) -> ShardHeader | None:
     return None
 
 
-def _compare(
-    findings: Findings, name: str, record: ShardRecord, path: Path, header: ShardHeader, *, full: bool, whole: bool
-) -> None:
-    found = shard_record(path, header, full=whole and record.sha256 is not None)
+def _compare(findings: Findings, name: str, record: ShardRecord, found: ShardRecord, *, full: bool) -> None:
     if found.size_bytes != record.size_bytes:
         findings.add("shard-size", name, f"{found.size_bytes} bytes, {record.size_bytes} in the provenance")
     elif found.header_sha256 != record.header_sha256:
