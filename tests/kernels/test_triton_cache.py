@@ -205,3 +205,53 @@ def test_refusals_are_pure() -> None:
     assert "as themselves or as E4M3" in str(triton_cache.refusal("cuda", (9, 0), "float64", "uint8", 2, 256))
     assert "8192" in str(triton_cache.refusal("cuda", (9, 0), "bfloat16", "uint8", 64, 256))
     assert "7.5" in str(triton_cache.refusal("cuda", (6, 0), "bfloat16", "uint8", 2, 256))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CUDA graph")
+def test_a_captured_step_writes_what_the_next_replay_brings() -> None:
+    """Captured on a side stream, nothing allocated; the null page, slot 0 and padding rows stay out of it."""
+    generator = torch.Generator().manual_seed(3)
+    kv = torch.zeros(9, 8, 2, 64, dtype=torch.uint8, device=DEVICE)
+    pooled, ring = torch.zeros(9, 2, 24, device=DEVICE), torch.zeros(4, 16, 24, device=DEVICE)
+    k, v, raw = torch.zeros(6, 2, 32), torch.zeros(6, 2, 32), torch.zeros(6, 24)
+    table, slots = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    padding, requests = torch.full((6,), -1), torch.zeros(6, dtype=torch.int64)
+    static = [x.to(DEVICE) for x in (k, v, raw, padding, requests, table, slots)]
+    scales = (Scale(0.1).tensor(DEVICE), Scale(0.2).tensor(DEVICE))
+    counters, flags = (
+        torch.zeros(2, 2, dtype=torch.int64, device=DEVICE),
+        torch.zeros(6, dtype=torch.bool, device=DEVICE),
+    )
+    out = (torch.empty(6, 24, device=DEVICE), torch.empty(6, dtype=torch.int64, device=DEVICE))
+
+    def step() -> None:
+        sides, (positions, requests) = (kv[..., :32], kv[..., 32:]), static[3:5]
+        triton_cache.append_kv(*static[:2], *sides, positions, requests, static[5], scales, counters, flags)
+        places = (positions, requests, static[5], static[6])
+        triton_cache.append_index(pooled, ring, static[2], *places, lambda mean, first: mean, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    assert not any(bool(x.any()) for x in (kv, pooled, ring, counters))
+    truth: dict[tuple[int, int], torch.Tensor] = {}
+    tables, owners = torch.tensor([[5, 2, 7, 1], [8, 3, 4, 6]], dtype=torch.int32), torch.tensor([3, 1])
+    for first in (0, 3, 6, 9):
+        at = [(n, first + i) for n in range(2) for i in range(3 if n == 0 else 2)] + [(0, -1)]
+        values = [torch.randn(x.shape, generator=generator) for x in (k, v, raw)]
+        requests, positions = (torch.tensor(part) for part in zip(*at, strict=True))
+        for mine, new in zip(static, (*values, positions, requests, tables, owners), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        for row, (n, p) in enumerate(at[:-1]):
+            truth[n, p] = values[2][row]
+            page, token = int(tables[n, p // 8]), p % 8
+            for side, scale, x in ((kv[..., :32], 0.1, values[0]), (kv[..., 32:], 0.2, values[1])):
+                assert torch.equal(side[page, token].cpu(), codec.encode(x[row], Scale(scale)))
+            assert torch.equal(ring[owners[n], p % 16].cpu(), values[2][row])
+            if p % 4 == 3 and all((n, q) in truth for q in range(p - 3, p)):
+                a, b, c, d = (truth[n, q] for q in range(p - 3, p + 1))
+                assert torch.equal(pooled[page, token // 4].cpu(), ((a + b) + c + d) / 4)
+    assert not kv[0].any() and not pooled[0].any() and not ring[0].any()

@@ -1,4 +1,4 @@
-"""Selections of the GPU kernels against Python's own sort and float64 scores; one file for GPU and interpreter."""
+"""Selections of the GPU kernels against Python's sort and float64 scores; the same file on a GPU and interpreted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def distributions(count: int, rng: random.Random) -> list[list[float]]:
 def test_every_distribution_gives_the_total_order(
     top: Callable[..., None], count: int, top_k: int, rng: random.Random
 ) -> None:
-    rows = [[float(x) for x in torch.tensor(row).tolist()] for row in distributions(count, rng)]
+    rows = [torch.tensor(row).tolist() for row in distributions(count, rng)]
     if not ON_GPU:
         rows = rows if count < 100 else rng.sample(rows, 2)
     visible = [rng.randint(count // 2, count) for _ in rows]
@@ -109,7 +109,7 @@ def test_every_distribution_gives_the_total_order(
 @pytest.mark.skipif(not ON_GPU, reason="too long for the interpreter")
 @pytest.mark.parametrize("count", [4096, 8192, 16384, 32768, 40000, 70000])
 def test_long_rows(top: Callable[..., None], count: int, rng: random.Random) -> None:
-    rows = [[float(x) for x in torch.tensor(row).tolist()] for row in distributions(count, rng)]
+    rows = [torch.tensor(row).tolist() for row in distributions(count, rng)]
     visible = [count] * len(rows)
     right = [best(row, count, 512) for row in rows]
     for _ in range(3):

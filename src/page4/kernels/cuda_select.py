@@ -10,16 +10,26 @@ from page4.kernels import cuda, cuda_build, nvrtc, triton_select
 
 SOURCE, NAME = "select.cu", "select_top"
 # (columns up to, threads, whether the row is kept in shared memory).
-VARIANTS = ((8192, 512, 1), (32768, 1024, 1), (1 << 24, 1024, 0))
-# What a block may ask for on every device of 7.0 and newer but 7.5, which has 64 KiB.
-STATIC_BYTES = 12 << 10
+VARIANTS = ((8192, 256, 1), (16384, 512, 1), (32768, 1024, 1), (1 << 24, 1024, 0))
+# Shared memory of the kernel itself, and up to which sum with the dynamic part no launch has to ask.
+STATIC_BYTES, FREE_BYTES = 12560, 48 << 10
 
 
-def refusal(capability: tuple[int, int] | None) -> str | None:
-    """None when the kernel can be built for a device of this compute capability, else the reason."""
+def refusal(capability: tuple[int, int] | None, max_visible_bound: int = 0) -> str | None:
+    """None when the kernel can be built for a device and serves rows that see so many blocks, else the reason."""
     if capability is None or tuple(capability) < (7, 0):
         return f"built for compute capability 7.0 or newer, got {capability}"
+    columns = triton_select.num_columns(max_visible_bound)
+    threads, keep = variant(columns, capability)
+    if shared_bytes(columns, threads, keep) > _allowed_bytes(capability):
+        return f"rows of {columns} blocks need more shared memory than compute capability {capability} has"
     return nvrtc.refusal(arch_of(capability))
+
+
+def _allowed_bytes(capability: tuple[int, int]) -> int:
+    """Dynamic shared memory that a block may ask for."""
+    known = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}
+    return (known.get(tuple(capability), 99 if capability[0] > 7 else 64) << 10) - STATIC_BYTES
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -30,14 +40,15 @@ def arch_of(capability: tuple[int, int]) -> str:
 def variant(columns: int, capability: tuple[int, int]) -> tuple[int, int]:
     """Threads, and 1 when the row is kept in shared memory, for rows of `columns` scores."""
     threads, keep = next((threads, keep) for limit, threads, keep in VARIANTS if columns <= limit)
-    small = (64 << 10) if tuple(capability) == (7, 5) else (96 << 10) if capability[0] < 9 else (200 << 10)
-    return threads, int(keep and shared_bytes(columns, threads, 1) <= small)
+    return threads, int(keep and shared_bytes(columns, threads, 1) <= _allowed_bytes(capability))
 
 
 def shared_bytes(columns: int, threads: int, keep: int) -> int:
     """Dynamic shared memory: the row when it is kept, and two bytes for every quad of whole rounds of the threads."""
     words = -(-columns // (16 * threads)) * threads
-    return 4 * columns * keep + 8 * words
+    dynamic = 4 * columns * keep + 8 * words
+    # A launch asks for more when the dynamic part alone is past the limit, so it is made to be.
+    return dynamic if dynamic + STATIC_BYTES <= FREE_BYTES else max(dynamic, FREE_BYTES + 16)
 
 
 def build(max_columns: int, capability: tuple[int, int]) -> None:

@@ -40,7 +40,7 @@ def refusal(
 
 @jit
 def e4m3_of(raw, scale):
-    """(byte, |x / scale|) of 16 or 32 bits: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
+    """(byte, |x / scale|) of a float: the division in fp32, to nearest even, saturating; a NaN keeps its sign.
 
     By the bits, so that every device and the interpreter agree: below 2^-6 an E4M3 value counts steps of 2^-9, which
     is what fp32 leaves of a sum with 2^14; above, the mantissa is rounded at bit 20 and a carry is the next exponent.
@@ -76,7 +76,7 @@ def _put_side(x, cache, scale, counters, at, mask, E4M3: tl.constexpr):
     return wrong
 
 
-@jit(vary=("width",))
+@jit(vary=("positions", "requests", "table", "counters", "nonfinite", "width", "table_row"))
 def _append_kv(
     k,
     v,
@@ -175,7 +175,7 @@ def _row_of(positions, requests, rows, guess, request, position, STEP: tl.conste
     return found
 
 
-@jit(vary=("rows",))
+@jit(vary=("positions", "requests", "slots", "firsts", "rows"))
 def _pool_keys(
     raw,
     ring,
@@ -213,7 +213,7 @@ def _pool_keys(
     tl.store(firsts + row, tl.where(closes, position - 3, 0))
 
 
-@jit(vary=("rows", "width"))
+@jit(vary=("positions", "requests", "slots", "table", "rows", "width", "table_row"))
 def _put_index(
     raw,
     keys,

@@ -20,10 +20,17 @@ MIN_CAPABILITY = (7, 5)
 
 
 def jit(function: Callable[..., Any] | None = None, *, vary: Sequence[str] = ()) -> Any:
-    """triton.jit; `vary` names the integers that change from step to step and so specialise nothing."""
+    """triton.jit; `vary` names what changes from step to step and so specialises nothing.
+
+    Integers, and tensors of places that may begin anywhere in a larger one, so that their alignment says nothing.
+    """
     if function is None:
         return lambda found: jit(found, vary=vary)
-    return function if triton is None else triton.jit(function, do_not_specialize=list(vary))
+    return (
+        function
+        if triton is None
+        else triton.jit(function, do_not_specialize=[*vary], do_not_specialize_on_alignment=[*vary])
+    )
 
 
 def interpreted() -> bool:

@@ -10,8 +10,10 @@ neighbours of one request are merely fastest. Scores are zero or above, or NaN: 
 The best blocks are found by `cuda/select.cu` where cuda-core is there, else by `_top` below: the 32 bits of the k-th
 key one by one, each by counting the row, so exact for any scores, and slower.
 
-Bound: narrow, the keys' bytes once (64 requests at 32k: 134 MB); wide, 8 bytes a score (written, read) against
-2 * I * E operations a score.
+Bound: narrow, the keys' bytes once (64 requests at 32k: 134 MB, 32 us at 4.25 TB/s); wide, 8 bytes a score (written,
+read) against 2 * I * E operations a score (2,048 rows at 32k: 32 and 22 us). Measured on an H200 (2026-12-01, torch
+2.11, Triton 3.6, graph replay, 4 heads of 128): scores of 64 requests at 32k 38.9 us (84% of the bound), of 2,048 rows
+at 32k 69.7 us, and the whole of select there 123.5 us (26%).
 """
 
 import math
@@ -24,12 +26,12 @@ from page4.kernels.triton_env import i64, jit, next_power_of_2, tl
 
 BLOCK = 4
 # Scores of one chunk of rows: what bounds the workspace, and keeps them near the L2 cache.
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 128 << 20
 # Windows of at most this many rows are scored narrow.
 NARROW_ROWS = 8
 WIDE_ROWS = 64
 # Keys of a tile, warps, stages, and for the wide one programs.
-WIDE, NARROW = (64, 4, 3, 528), (64, 2, 3)
+WIDE, NARROW = (64, 4, 3, 264), (64, 2, 3)
 NARROW_PROGRAMS = 2112
 TOP_CHUNK = 1024
 # A mask of the visible blocks is counted in int32 and a score's column in 32 bits.
@@ -79,7 +81,7 @@ def _relu_dot(a, b, UPCAST: tl.constexpr):
     return tl.maximum(tl.dot(a, b, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@jit(vary=("rows", "table_row", "programs"))
+@jit(vary=("table", "requests", "positions", "rows", "table_row", "programs"))
 def _score(
     index_q,
     pooled,
@@ -149,7 +151,7 @@ def _keys(scores, block, seen):
     return tl.where(block < seen, key, 0)
 
 
-@jit
+@jit(vary=("positions", "ids", "counts", "bad"))
 def _top(scores, columns: "i64", positions, ids, counts, bad, top_k: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + row) + 1) // 4
