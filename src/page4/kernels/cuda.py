@@ -19,8 +19,6 @@ from page4.kernels import cuda_build
 if TYPE_CHECKING:
     import torch
 
-# Beyond this a kernel has to be told how much dynamic shared memory it may ask for.
-DEFAULT_SHARED_BYTES = 48 << 10
 _INT32 = range(-(1 << 31), 1 << 31)
 _functions: dict[tuple[Any, ...], Function] = {}
 _LOCK = threading.Lock()
@@ -37,7 +35,8 @@ class Function:
     resources: cuda_build.Resources | None
     argument_bytes: tuple[int, ...]
     _configs: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    _allowed_shared_bytes: int = DEFAULT_SHARED_BYTES
+    # Static and dynamic shared memory together are free up to 48 KiB; asking for every size need not know the former.
+    _allowed_shared_bytes: int = 0
 
 
 def refusal() -> str | None:

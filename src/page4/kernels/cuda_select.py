@@ -12,7 +12,7 @@ SOURCE, NAME = "select.cu", "select_top"
 # (columns up to, threads, whether the row is kept in shared memory).
 VARIANTS = ((8192, 256, 1), (16384, 512, 1), (32768, 1024, 1), (1 << 24, 1024, 0))
 # Shared memory of the kernel itself, and up to which sum with the dynamic part no launch has to ask.
-STATIC_BYTES, FREE_BYTES = 12560, 48 << 10
+STATIC_BYTES = 12560
 
 
 def refusal(capability: tuple[int, int] | None, max_visible_bound: int = 0) -> str | None:
@@ -46,9 +46,7 @@ def variant(columns: int, capability: tuple[int, int]) -> tuple[int, int]:
 def shared_bytes(columns: int, threads: int, keep: int) -> int:
     """Dynamic shared memory: the row when it is kept, and two bytes for every quad of whole rounds of the threads."""
     words = -(-columns // (16 * threads)) * threads
-    dynamic = 4 * columns * keep + 8 * words
-    # A launch asks for more when the dynamic part alone is past the limit, so it is made to be.
-    return dynamic if dynamic + STATIC_BYTES <= FREE_BYTES else max(dynamic, FREE_BYTES + 16)
+    return 4 * columns * keep + 8 * words
 
 
 def build(max_columns: int, capability: tuple[int, int]) -> None:

@@ -122,7 +122,9 @@ def select_blocks(
 
     positions, requests, block_table = places
     built = env.get("KERNELS") == "auto" and cuda.refusal() is None
-    module = cuda_select if built and cuda_select.refusal(capability(index_q.device)) is None else triton_select
+    module = (
+        cuda_select if built and cuda_select.refusal(capability(index_q.device), max_visible) is None else triton_select
+    )
     size = triton_select.workspace_bytes(index_q.shape[0], max_visible)
     workspace = torch.empty(size, dtype=torch.uint8, device=index_q.device)
     index_q = index_q if index_q.stride(-1) == 1 else index_q.contiguous()
