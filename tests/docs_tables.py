@@ -50,7 +50,7 @@ def flag_rows(verb: Any) -> list[list[str]]:
 def speed() -> str:
     """The saved benchmark results: what they were measured on, then a table each."""
     parts = []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.glob("cpu-*.json")):
         result = json.loads(path.read_text())
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
         parts.append(
@@ -84,6 +84,24 @@ def speed_rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def select_speed() -> str:
+    """Both saved runs of the selection on a GPU, side by side."""
+    paths = sorted(RESULTS.glob("select-*.json"))
+    if not paths:
+        return "No result has been saved yet.\n"
+    runs = [json.loads(path.read_text()) for path in paths]
+    first = runs[0]
+    where = f"{first['device']}, driver {first['driver']}, torch {first['torch']}, Triton {first['triton']}"
+    columns = ["case", "select", "its scores alone", "scores alone of vLLM 0.33.0", "bound"]
+    keys = ("select us", "score only us", "vllm score only us", "floor us")
+    rows = [
+        [records[0]["case"], *(" / ".join(f"{record[key]:.1f}" for record in records) for key in keys)]
+        for records in zip(*(run["records"] for run in runs), strict=True)
+    ]
+    title = f"{first['date']}: {where}; `{first['command']}`, {len(runs)} runs, one call a CUDA graph, microseconds:"
+    return f"{title}\n\n" + table(columns, rows)
+
+
 def sections() -> dict[str, str]:
     """The generated text of every section, by name."""
     commands = verbs(build())
@@ -96,6 +114,7 @@ def sections() -> dict[str, str]:
     ]
     found["environment"] = table(["variable", "default", "values", "meaning", "also read as"], rows)
     found["speed"] = speed()
+    found["select speed"] = select_speed()
     return found
 
 

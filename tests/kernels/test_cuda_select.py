@@ -24,12 +24,6 @@ def test_every_row_has_a_variant_that_fits(columns: int, capability: tuple[int, 
     assert size >= 4 * columns * keep + columns // 2
 
 
-def test_a_launch_past_the_free_part_asks_for_more() -> None:
-    for columns in range(64, 40_000, 64):
-        threads, keep = cuda_select.variant(columns, (9, 0))
-        size = cuda_select.shared_bytes(columns, threads, keep)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("threads", "keep"), sorted({variant[1:] for variant in cuda_select.VARIANTS}))
 def test_it_compiles_without_spills(arch: str, threads: int, keep: int) -> None:
