@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -172,6 +173,11 @@ def run(vllm: Any = None, cases: tuple[Case, ...] = CASES) -> list[dict[str, Any
     return records
 
 
+def driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="folder with peer_shim.py and vllm/")
@@ -187,6 +193,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "driver": driver_version(),
         "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/select_kernels.py" + (" --peers DIR" if vllm is not None else ""),
     }
