@@ -80,7 +80,7 @@ def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments
     ("name", "value", "words"),
     [
         ("PAGE4_POISON", "0x100", "PAGE4_POISON: expected off or a byte"),
-        ("PAGE4_KERNELS", "fast", "auto, torch or reference"),
+        ("PAGE4_KERNELS", "fast", "auto, torch, reference or triton"),
         ("PAGE4_POISSON", "0x7F", "did you mean PAGE4_POISON?"),
         ("VLLM_SM70_QSA_GROUPED_PAGE4", "yes", "VLLM_SM70_QSA_GROUPED_PAGE4"),
     ],

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "--tensor-parallel-size": "none (one process uses one device)",
     "--pipeline-parallel-size": "none (one process uses one device)",
     "--data-parallel-size": "none (one process uses one device)",
-    "--device": "none (this version runs on the CPU)",
     "--enforce-eager": "none (this version captures no graphs, so it is always eager)",
     "--enable-prefix-caching": "none (this version has no prefix cache)",
     "--enable-chunked-prefill": "--max-num-batched-tokens (prefill is always chunked)",
