@@ -25,7 +25,8 @@ def test_every_production_shape_is_served() -> None:
         ("sample", "xqa", {}, "no operation is called sample"),
         ("attend", "fast", {}, "attend has no route fast: it has generic, xqa, grouped"),
         ("select", "xqa", {}, "select has no route xqa"),
-        ("attend", "xqa", {"device": "cuda"}, "no kernel for cuda"),
+        ("attend", "xqa", {"device": "cuda"}, "no GPU kernel of this route"),
+        ("attend", "xqa", {"device": "tpu"}, "no kernel for tpu"),
         ("attend", "xqa", {"dtype": "int8"}, "queries of int8"),
         ("attend", "xqa", {"kv_dtype": "int8"}, "K/V of int8"),
         ("plan", "xqa", {"page_tokens": 18}, "18 tokens is not a whole number of 4-token blocks"),
@@ -43,11 +44,21 @@ def test_reasons(op: str, route: str, operands: dict[str, object], words: str) -
 def test_table_names_what_runs(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("PAGE4_KERNELS", kernels)
     entries = table()
-    assert [(e["op"], e["route"]) for e in entries] == [
-        (op, route) for op, routes in ROUTES.items() for route in routes
-    ]
+    on_cpu = [(e["op"], e["route"]) for e in entries if e["device"] == "cpu"]
+    assert on_cpu == [(op, route) for op, routes in ROUTES.items() for route in routes]
+    on_gpu = [(e["op"], e["route"]) for e in entries if e["device"] == "cuda"]
+    assert on_gpu == [("select", "blocks"), ("plan", "xqa"), ("plan", "grouped"), ("attend", "generic")]
     assert ({e["kernel"] for e in entries} == {"reference"}) == (kernels == "reference")
     json.dumps(entries)
+
+
+def test_a_gpu_without_triton_runs_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supports("attend", "generic", device="cuda", kv_dtype="uint8", heads_per_kv=12) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert supports("attend", "generic", device="cuda") == "Triton is not installed (pip install 'page4[gpu]')"
+    assert {e["kernel"] for e in table() if e["device"] == "cuda"} == {"torch_select", "torch_planner", "torch_attend"}
+    monkeypatch.setenv("PAGE4_KERNELS", "torch")
+    assert supports("attend", "generic", device="cuda") == "PAGE4_KERNELS is torch"
 
 
 def test_asking_does_not_import_torch() -> None:

@@ -135,13 +135,15 @@ def features_off() -> dict[str, str]:
     import torch
 
     off = {
-        "GPU kernels": "not in this version: every operation runs in torch on the CPU",
         "vLLM plugin": "not in this version",
         "HTTP server": "not in this version",
         "prefix cache": "not in this version",
     }
     if torch.cuda.is_available():
-        off["CUDA devices"] = "present, not used by this version"
+        off["CUDA devices"] = "used with --device cuda, not by default"
+    gpu = kernels.gpu_refusal()
+    if gpu is not None:
+        off["GPU kernels"] = gpu
     if importlib.util.find_spec("huggingface_hub") is None:
         off["models by hub name"] = "huggingface_hub is not installed (pip install 'page4[hub]')"
     compiled = kernels.compiled_refusal()

@@ -67,6 +67,8 @@ def answer(device: str, rows: tuple[int, ...], shape: Shape, stored: str) -> dic
     }
     if all(refusals.values()):
         return {"route": None, "why": "no route serves it", "others": refusals}
+    if device == "cuda":
+        return {"route": "generic", "why": "the route with a GPU kernel in this version", "others": dropped(refusals)}
     # As for float32 queries; the other types run on torch.
     compiled = stored in COMPILED_KV and compiled_refusal() is None
     route, why = choose_route(rows, grouped_allowed=env.get("GROUPED"), heads_per_kv=heads_per_kv, compiled=compiled)
@@ -84,3 +86,8 @@ def answer(device: str, rows: tuple[int, ...], shape: Shape, stored: str) -> dic
     )
     others = {name: refusal or slower[name] for name, refusal in refusals.items() if name != route}
     return {"route": route, "why": why, "others": others}
+
+
+def dropped(refusals: dict[str, str | None]) -> dict[str, str]:
+    """The refusals of those that refuse."""
+    return {name: refusal for name, refusal in refusals.items() if refusal is not None}
