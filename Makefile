@@ -27,7 +27,7 @@ test: $(STAMP)
 
 # A GPU machine brings its own torch, Triton and CUDA: nothing is installed here.
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/kernels tests/test_attend.py tests/test_select.py
+	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -q -p no:cacheprovider tests/kernels tests/test_attend.py tests/test_select.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
