@@ -109,10 +109,12 @@ def break_build(monkeypatch: pytest.MonkeyPatch, *, writer: Change | None = None
     write, attend = Qsa._write, Qsa._attend
 
     def writes(self: Qsa, x: Any, segment: Any, turned: Any, arena: Any, **more: Any) -> Any:
-        return write(self, x, segment, turned, Elsewhere(arena, writer) if writer else arena, **more)  # type: ignore[arg-type]
+        there: Any = Elsewhere(arena, writer) if writer else arena
+        return write(self, x, segment, turned, there, **more)
 
     def attends(self: Qsa, queries: Any, rows: Any, arena: Any, reuse: Any) -> Any:
-        return attend(self, queries, rows, Elsewhere(arena, reader) if reader else arena, reuse)  # type: ignore[arg-type]
+        there: Any = Elsewhere(arena, reader) if reader else arena
+        return attend(self, queries, rows, there, reuse)
 
     monkeypatch.setattr(Qsa, "_write", writes)
     monkeypatch.setattr(Qsa, "_attend", attends)
@@ -122,8 +124,8 @@ def ones(*layers: int, sides: str = "kv") -> Change:
     """Scales of 1 in some layers."""
 
     def change(layer: int, layer_kv: LayerKV) -> LayerKV:
-        values = {f"{side}_scale": Scale(1.0) for side in sides} if layer in layers else {}
-        return dataclasses.replace(layer_kv, **values)  # type: ignore[arg-type]
+        values: dict[str, Any] = {f"{side}_scale": Scale(1.0) for side in sides} if layer in layers else {}
+        return dataclasses.replace(layer_kv, **values)
 
     return change
 
@@ -142,7 +144,10 @@ def fixed(layers: tuple[int, ...], of: dict[int, tuple[Scale, Scale]]) -> Change
 def faulty_layers(lane: Path, monkeypatch: pytest.MonkeyPatch, kernels: str) -> set[int]:
     monkeypatch.setenv("PAGE4_KERNELS", kernels)
     found = measure_effect(lane / "overlay", options(lane))
-    named = {int(re.match(r"model\.layers\.(\d+)\.self_attn\.[kv]_scale: ", fault)[1]) for fault in found.faults}  # type: ignore[index]
+    named = {
+        int(n) for fault in found.faults for n in re.findall(r"^model\.layers\.(\d+)\.self_attn\.[kv]_scale: ", fault)
+    }
+    assert all(fault.startswith("model.layers.") for fault in found.faults)
     assert named == {entry.layer for entry in found.scales if entry.faults}
     return named
 
